@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 from tandem_core import codec
+from tandem_core.contracts import MAX_CRASHES
 from tandem_core.errors import TransferError
 from tandem_engine.block_manager import BlockHold
 from tandem_engine.loop import EngineLoop
@@ -40,8 +41,6 @@ log = structlog.get_logger(__name__)
 
 #: Limit of prefill pods that one handoff tries; an unreachable one costs a second.
 _MAX_ATTEMPTS = 3
-#: Crashes with one request after which it is considered the cause.
-_MAX_CRASHES = 2
 #: How often a request that found no free blocks retries.
 RESERVE_RETRY_S = 0.02
 
@@ -178,9 +177,9 @@ class Handoff:
                     log.warning("prefill failed; continuing elsewhere", target=target, error=str(error))
                     client.failed(target)
                     await attempts.failed(error)
-                if message.crashes + attempts.num_crashed >= _MAX_CRASHES:
+                if message.crashes + attempts.num_crashed >= MAX_CRASHES:
                     raise TransferError(
-                        f"{_MAX_CRASHES} pods crashed while they computed this request; it may be the cause, "
+                        f"{MAX_CRASHES} pods crashed while they computed this request; it may be the cause, "
                         "and this pod does not compute it"
                     )
                 if incoming.done.done():

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 from tandem_core import codec
+from tandem_core.contracts import computes_locally
 from tandem_core.errors import InvalidRequestError, InvariantError
 from tandem_core.model.detokenizer import StreamingDetokenizer
 from tandem_core.model.tokenizer import Tokenizer
@@ -370,11 +371,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             return "log probabilities"  # which a prefill pod does not send
         if not (message.prefill_targets or message.kv_source):
             return "no prefill pod"
-        engine, limit = self._loop.engine, self._settings.local_prefill_tokens
-        if not engine.has_work():
-            limit = max(limit, self._settings.idle_prefill_tokens)
+        engine, settings = self._loop.engine, self._settings
         cached = engine.blocks.count_cached(state.tokens(0, state.num_tokens), state.cache_salt)
-        return "short" if state.num_tokens - cached < limit else None
+        is_short = computes_locally(
+            state.num_tokens - cached,
+            settings.local_prefill_tokens,
+            settings.idle_prefill_tokens,
+            is_idle=not engine.has_work(),
+        )
+        return "short" if is_short else None
 
     def _to_request(self, message: decode_pb2.DecodeRequest) -> Request:
         max_model_len = self._parts.manifest.max_model_len

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import grpc
+from tandem_core.contracts import RefusalReason as RefusalReason
 from tandem_core.errors import InvalidRequestError, TandemError
 
 #: Message of the cancellation of requests that a gateway ends, which no client has left.
@@ -45,27 +46,6 @@ class Outcome(enum.Enum):
     DEADLINE = "deadline"
     UNAVAILABLE = "unavailable"
     ERROR = "error"
-
-
-class RefusalReason(enum.Enum):
-    """Why a request or call was refused for now; a label of the metrics."""
-
-    QUEUE_FULL = "queue full"
-    TENANT_REQUESTS = "tenant requests"
-    TENANT_TOKENS = "tenant tokens"
-    TENANT_CALLS = "tenant calls"
-    OPEN_CALLS = "open calls"
-    TOKENIZING = "tokenizing"
-    POD_FULL = "pod full"
-    #: It would miss this objective, or make another request miss one.
-    TTFT = "ttft"
-    TPOT = "tpot"
-    E2E = "e2e"
-    OTHERS = "others"
-    #: The tenant asks for much, and it would leave others too little room.
-    SHARE = "share"
-    #: It did, in the queue.
-    WAITED = "waited"
 
 
 class LossCause(enum.Enum):

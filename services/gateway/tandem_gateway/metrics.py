@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
+from tandem_core.contracts import RefusalReason
 from tandem_core.errors import InvalidRequestError
 from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
 from tandem_proto.v1 import common_pb2, decode_pb2
@@ -26,7 +27,6 @@ from tandem_gateway.errors import (
     LossCause,
     Outcome,
     OverloadedError,
-    RefusalReason,
     presentation,
 )
 from tandem_gateway.fleet.pods import Fleet, Role

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tandem_core.contracts import DEFAULT_DUE_S as DEFAULT_DUE_S
 from tandem_core.prefix_hash import ChainHash, cache_salt, hash_prefixes
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
@@ -23,8 +24,6 @@ from tandem_gateway.auth import Caller
 from tandem_gateway.errors import ContextLengthError
 
 DEFAULT_MAX_TOKENS = 512
-#: When the first token of a request without objectives should be there.
-DEFAULT_DUE_S = 60.0
 NS_PER_S = 1_000_000_000
 
 Event = decode_pb2.DecodeChunk | decode_pb2.DecodeFinished

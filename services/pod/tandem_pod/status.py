@@ -17,6 +17,7 @@ from functools import partial
 import structlog
 from prometheus_client import CollectorRegistry
 from tandem_core import codec
+from tandem_core.contracts import DEFAULT_DUE_S
 from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import Engine
 from tandem_engine.gpu_block_store import CopyCounts
@@ -32,8 +33,6 @@ _INTERVAL_S = 1.0
 _MAX_PROMPTS = 256
 #: Older values are shown as NaN.
 _STALE_S = 5.0
-#: Deadline of a request that has none.
-_DEFAULT_DUE_S = 60.0
 #: Share of the time until an end is due that steps may take.
 _END_SHARE = 0.95
 #: A day.
@@ -42,7 +41,7 @@ _LONGEST_S = 86_400.0
 
 def due_at(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest) -> float:
     """The deadline of the request's first token, in monotonic seconds."""
-    return _at(message.due_seconds if message.HasField("due_seconds") else _DEFAULT_DUE_S)
+    return _at(message.due_seconds if message.HasField("due_seconds") else DEFAULT_DUE_S)
 
 
 def end_due_at(message: decode_pb2.DecodeRequest) -> float:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from tandem_core.contracts import computes_locally
 from tandem_core.pod_model import Job, PodModel, SimulatedPod
 from tandem_core.slo import SloTarget
 
@@ -139,7 +140,9 @@ class _Simulation:
         """Whether a decode pod computes a prompt with `num_uncached` uncached tokens."""
         plan = self._plan
         is_idle = any(not pod.is_busy for pod in self._decoders)
-        return num_uncached < max(plan.local_prefill_tokens, plan.idle_prefill_tokens if is_idle else 0)
+        return computes_locally(
+            num_uncached, plan.local_prefill_tokens, plan.idle_prefill_tokens, is_idle=is_idle
+        )
 
     def _next_prompts(self) -> None:
         while self._prompts and self._idle:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from tandem_core.contracts import RefusalReason
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
-from tandem_gateway.errors import RefusalReason
 from tandem_service import metric_table as table
 
 from tandem_cli.scaler.exposition import Exposition

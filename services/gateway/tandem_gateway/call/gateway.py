@@ -20,6 +20,7 @@ from typing import Any
 
 import structlog
 from tandem_core.codec import slo_to_proto
+from tandem_core.contracts import RefusalReason
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.guide import Guide
 from tandem_core.model.conversation import DEFAULT_OPTIONS, ChatOptions, Message
@@ -48,7 +49,6 @@ from tandem_gateway.errors import (
     GatewayError,
     Outcome,
     OverloadedError,
-    RefusalReason,
     UnknownModelError,
     presentation,
 )

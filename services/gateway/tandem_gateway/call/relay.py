@@ -28,6 +28,7 @@ import grpc
 import grpc.aio
 import structlog
 from tandem_core.codec import sampling_to_proto
+from tandem_core.contracts import MAX_CRASHES, RefusalReason
 from tandem_core.errors import InvalidRequestError
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tandem_service import tracing
@@ -40,7 +41,6 @@ from tandem_gateway.errors import (
     GatewayError,
     LossCause,
     OverloadedError,
-    RefusalReason,
     UnavailableError,
     UpstreamError,
 )
@@ -57,8 +57,6 @@ _SILENCE_LIMIT_S = 1.0
 _END_LIMIT_S = 1.0
 #: Statuses of a lost pod; a draining pod cancels its running calls.
 _POD_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-#: Crashes with one request after which it is considered the cause.
-_MAX_CRASHES = 2
 #: For how much of a crash a silence counts. A pod whose engine hangs says so; silence is likelier the fault
 #: of a host or a network.
 _SILENCE_CRASHES = 0.5
@@ -209,10 +207,10 @@ class Relay:
                 failed |= {route.decode.target}
 
     def _check_crashes(self, num_crashed: float, num_tokens: int) -> None:
-        if num_crashed >= _MAX_CRASHES:
+        if num_crashed >= MAX_CRASHES:
             raise CrashingRequestError(
-                f"{_MAX_CRASHES} pods crashed while they computed token {num_tokens + 1} of this request, or "
-                f"{_MAX_CRASHES / _SILENCE_CRASHES:g} went silent; it is not tried on another one, since it "
+                f"{MAX_CRASHES} pods crashed while they computed token {num_tokens + 1} of this request, or "
+                f"{MAX_CRASHES / _SILENCE_CRASHES:g} went silent; it is not tried on another one, since it "
                 "may be the cause"
             )
 
