@@ -13,6 +13,10 @@ MAX_BEAM_WIDTH = 16
 MAX_LENGTH_PENALTY = 5.0
 
 
+def excluded_by_beams(field: str) -> InvalidRequestError:
+    return InvalidRequestError(field, "cannot be combined with beam search; leave it out")
+
+
 class EarlyStopping(enum.Enum):
     """When a search with `width` finished texts ends; the names are those of common.proto."""
 

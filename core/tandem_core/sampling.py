@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from tandem_core.beams import BeamParams
+from tandem_core.beams import BeamParams, excluded_by_beams
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide
 
@@ -140,7 +140,7 @@ class SamplingParams:
         for name in _NOT_WITH_BEAMS:
             if getattr(self, name) != getattr(unset, name):
                 field = self.guide.field if name == "guide" and self.guide is not None else name
-                raise InvalidRequestError(field, "cannot be combined with beam search; leave it out")
+                raise excluded_by_beams(field)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequestError when an id is outside [0, vocab_size), or all may be forbidden."""

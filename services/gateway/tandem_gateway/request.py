@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tandem_core.beams import excluded_by_beams
 from tandem_core.contracts import DEFAULT_DUE_S as DEFAULT_DUE_S
+from tandem_core.errors import InvalidRequestError
 from tandem_core.prefix_hash import ChainHash, cache_salt, hash_prefixes
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
@@ -24,6 +26,8 @@ from tandem_gateway.auth import Caller
 from tandem_gateway.errors import ContextLengthError
 
 DEFAULT_MAX_TOKENS = 512
+#: Choices of one prompt.
+MAX_CHOICES = 32
 NS_PER_S = 1_000_000_000
 
 Event = decode_pb2.DecodeChunk | decode_pb2.DecodeFinished
@@ -125,6 +129,28 @@ class TokenizedRequest:
             hashes = hash_prefixes(salt, self.prompt_token_ids, block_size) if block_size else []
             self._block_hashes[block_size] = hashes
         return self._block_hashes[block_size]
+
+
+def check_call(num_choices: int, *, beam_width: int | None, echoes: bool, detokenizes: bool) -> None:
+    """Checks the fields of a call that no single request to a pod has. `beam_width` None: no beam search.
+
+    Raises InvalidRequestError.
+    """
+    if not 1 <= num_choices <= MAX_CHOICES:
+        raise InvalidRequestError("n", f"is {num_choices}; it must be between 1 and {MAX_CHOICES}")
+    if beam_width is not None and num_choices > beam_width:
+        raise InvalidRequestError(
+            "n", f"is {num_choices}, more than the {beam_width} beams; ask for at most {beam_width}"
+        )
+    if echoes and beam_width is not None:
+        raise excluded_by_beams("echo")
+    if echoes and not detokenizes:
+        raise InvalidRequestError("echo", "shows the prompt's text, so it excludes detokenize: false")
+
+
+def num_choices_of(record: answers_pb2.AnswerRecord) -> int:
+    """Choices of all prompts of an answer."""
+    return (1 + len(record.more_requests)) * (record.num_choices or 1)
 
 
 def with_seed(sampling: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,7 +16,14 @@ from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import answers_pb2, decode_pb2
 
 from tandem_gateway.answers.answer_store import StoreError
-from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequest, choices_of
+from tandem_gateway.request import (
+    NO_LIMITS,
+    Event,
+    TenantLimits,
+    TokenizedRequest,
+    choices_of,
+    num_choices_of,
+)
 
 #: An answer's id: a name, by which it is found, and a number of the computation.
 NAME_CHARS, RUN_CHARS = 16, 8
@@ -73,7 +80,7 @@ class Answer:
 
     @property
     def num_choices(self) -> int:
-        return (1 + len(self.record.more_requests)) * (self.record.num_choices or 1)
+        return num_choices_of(self.record)
 
     @property
     def has_ended(self) -> bool:

@@ -25,6 +25,7 @@ from tandem_service.interceptors import request_id_or_new
 from tandem_gateway.dialects.openai_guides import ResponseFormat, StructuredOutputs, only
 from tandem_gateway.dialects.openai_messages import Body, ChatTurn, to_messages, to_tool_choice
 from tandem_gateway.errors import UnsupportedFieldError
+from tandem_gateway.request import MAX_CHOICES, check_call
 from tandem_gateway.tools.choice import ToolChoice, check_levels
 
 #: Fields of the API without an effect on the answer. `spaces_between_special_tokens` has none in vLLM either
@@ -59,8 +60,8 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "verbosity": (),
     }
 )
-#: For one prompt, and for all prompts of a call.
-MAX_CHOICES, MAX_SEQUENCES = 32, 128
+#: Choices, or beams, of all prompts of a call.
+MAX_SEQUENCES = 128
 #: As transformers calls them.
 _EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = MappingProxyType(
     {False: EarlyStopping.HEURISTIC, True: EarlyStopping.WHEN_FULL, "never": EarlyStopping.NEVER}
@@ -105,6 +106,7 @@ class _CommonBody(_SamplingBody):
     bad_words: list[str | list[int]] | None = None
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
+    detokenize: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     n: int | None = None
@@ -143,9 +145,8 @@ class _CommonBody(_SamplingBody):
             raise InvalidRequestError("stream_options", "is only allowed with stream: true")
         if self.priority:
             raise UnsupportedFieldError("priority", "is not supported here; name an slo_class instead")
-        for name, value in (("n", self.n), ("best_of", self.best_of)):
-            if value is not None and not 1 <= value <= MAX_CHOICES:
-                raise InvalidRequestError(name, f"is {value}; it must be between 1 and {MAX_CHOICES}")
+        if self.best_of is not None and not 1 <= self.best_of <= MAX_CHOICES:
+            raise InvalidRequestError("best_of", f"is {self.best_of}; it must be between 1 and {MAX_CHOICES}")
         if self.compares_choices and self.stream:
             raise InvalidRequestError(
                 "best_of",
@@ -154,6 +155,12 @@ class _CommonBody(_SamplingBody):
         if (self.best_of or self.n or 1) < (self.n or 1):
             raise InvalidRequestError("best_of", f"is {self.best_of}, less than n ({self.n})")
         self._check_beams()
+        check_call(
+            1 if self.n is None else self.n,
+            beam_width=self._beam_width[1] if self.use_beam_search else None,
+            echoes=self.echoes,
+            detokenizes=self.detokenize is not False,
+        )
         limit = self.truncate_prompt_tokens
         if limit is not None and limit != -1 and limit < 1:
             raise InvalidRequestError(
@@ -219,10 +226,6 @@ class _CommonBody(_SamplingBody):
             )
         if self.best_of is not None and self.best_of != width:
             raise InvalidRequestError("best_of", f"is {self.best_of}, but beam_width is {width}; send one")
-        if (self.n or 1) > width:
-            raise InvalidRequestError(
-                "n", f"is {self.n}, more than the {width} beams; ask for at most {width}"
-            )
 
     @property
     def compares_choices(self) -> bool:
@@ -245,6 +248,10 @@ class _CommonBody(_SamplingBody):
     @property
     def wants_logprobs(self) -> bool:
         raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        return False
 
     @property
     def bad_texts(self) -> tuple[str, ...]:
@@ -331,24 +338,16 @@ class CompletionBody(_CommonBody):
     logprobs: int | Literal[False] | None = None
     echo: bool | None = None
     max_tokens: int | None = None
-    detokenize: bool | None = None
 
     def given_sampling(self) -> dict[str, Any]:
         given = super().given_sampling()
         if not self.wants_logprobs:
             given["logprobs"] = 0 if self.compares_choices else None
-        elif self.echo:
+        elif self.echoes:
             given["prompt_logprobs"] = max(given["logprobs"], given["prompt_logprobs"] or 0)
         if self.wants_only_prompt:
             given["max_tokens"] = 1
         return given
-
-    def refuse_unserved(self) -> None:
-        super().refuse_unserved()
-        if self.echo and self.detokenize is False:
-            raise InvalidRequestError("echo", "shows the prompt's text, so it excludes detokenize: false")
-        if self.echo and self.use_beam_search:
-            raise InvalidRequestError("echo", "cannot be combined with beam search; leave it out")
 
     def shown(self) -> answers_pb2.ShownAs:
         shown = super().shown()
@@ -356,8 +355,12 @@ class CompletionBody(_CommonBody):
         return shown
 
     @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
     def wants_only_prompt(self) -> bool:
-        return bool(self.echo) and self.max_tokens == 0
+        return self.echoes and self.max_tokens == 0
 
     @property
     def wants_logprobs(self) -> bool:

@@ -17,7 +17,7 @@ from tandem_gateway.dialects import prompt_logprobs
 from tandem_gateway.dialects.sse import SSE_DONE, sse
 from tandem_gateway.errors import presentation
 from tandem_gateway.request import Event
-from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser, CallDelta
+from tandem_gateway.tools.answer_parser import AnswerDelta, CallDelta, parsers_of
 
 Json = Mapping[str, "JsonValue"]
 JsonValue = str | int | float | bool | None | Sequence["JsonValue"] | Json
@@ -325,10 +325,7 @@ class ChatRenderer(Renderer):
     ) -> None:
         super().__init__(record, model, token_bytes)
         #: By choice.
-        self._parsers = [
-            AnswerParser(record.form, seed=f"{record.id}-{choice}" if choice else record.id)
-            for choice in range(len(self._prompts) * self._num_choices)
-        ]
+        self._parsers = parsers_of(record)
         self._as_function_call = record.form.as_function_call
 
     def _part(self, choice: int, text: str) -> AnswerDelta:

@@ -24,11 +24,10 @@ from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.grpc_messages import to_messages, to_options, to_tool_choice
-from tandem_gateway.dialects.openai_models import MAX_CHOICES
 from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text
 from tandem_gateway.errors import PRESENTATIONS
-from tandem_gateway.request import ReceivedRequest, TokenizedRequest
-from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser
+from tandem_gateway.request import ReceivedRequest, TokenizedRequest, check_call
+from tandem_gateway.tools.answer_parser import AnswerDelta, parsers_of
 
 SERVICE_NAME = "tandem.v1.GatewayService"
 RECEIPT_KEY = "tandem-receipt-bin"
@@ -112,12 +111,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncGenerator[ResponseT, None]:
         with self._gateway.counting_refusals():
             answer, position = await self._find_or_begin(request, context)
-        parsers = [
-            AnswerParser(
-                answer.record.form, seed=f"{answer.record.id}-{choice}" if choice else answer.record.id
-            )
-            for choice in range(answer.num_choices)
-        ]
+        parsers = parsers_of(answer.record)
         receipts: list[tuple[str, bytes]] = []
         shown = answer.record.shown
         #: Before the first text of each choice.
@@ -205,18 +199,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidRequestError(
                 "request_id", "must be 1 to 128 letters, digits and . _ : / -; or leave it empty"
             )
-        if request.n > MAX_CHOICES:
-            raise InvalidRequestError("n", f"is {request.n}; it must be at most {MAX_CHOICES}")
         sampling = given_sampling(request.sampling)
-        if _is_echo(request) and sampling.get("detokenize") is False:
-            raise InvalidRequestError("echo", "shows the prompt's text, so it excludes detokenize: false")
+        beams = sampling.get("beam_search")
+        check_call(
+            request.n or 1,
+            beam_width=None if beams is None else beams.width,
+            echoes=_is_echo(request),
+            detokenizes=sampling.get("detokenize") is not False,
+        )
         if _wants_only_prompt(request):
             sampling["max_tokens"] = 1
-        beams = request.sampling.beam_search
-        if request.sampling.HasField("beam_search") and request.n > beams.width:
-            raise InvalidRequestError("n", f"is {request.n}, more than the {beams.width} beams")
-        if request.sampling.HasField("beam_search") and _is_echo(request):
-            raise InvalidRequestError("echo", "cannot be combined with beam search; leave it out")
         return ReceivedRequest(
             request_id=request.request_id or current_request_id(),
             caller=caller,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tandem_proto.v1 import answers_pb2
 
+from tandem_gateway.request import num_choices_of
 from tandem_gateway.tools.calls_parser import CallsParser
 from tandem_gateway.tools.detect import FORMATS
 from tandem_gateway.tools.reasoning import ReasoningSplitter
@@ -48,6 +49,14 @@ class AnswerDelta:
         return AnswerDelta(
             self.content + later.content, self.reasoning + later.reasoning, list(calls.values())
         )
+
+
+def parsers_of(record: answers_pb2.AnswerRecord) -> list[AnswerParser]:
+    """One for each choice of the answer, by number."""
+    return [
+        AnswerParser(record.form, seed=f"{record.id}-{choice}" if choice else record.id)
+        for choice in range(num_choices_of(record))
+    ]
 
 
 class AnswerParser:
