@@ -58,7 +58,7 @@ from tandem_gateway.fleet.routing import OutputLengths, Router
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 from tandem_gateway.settings import GatewaySettings
-from tandem_pod.status import due_at, end_due_at, token_objective
+from tandem_pod.requests import due_at, end_due_at, token_objective
 from tandem_proto.v1 import common_pb2, decode_pb2
 from tandem_service.discovery import Discovery
 from tandem_service.interceptors import REQUEST_ID_KEY

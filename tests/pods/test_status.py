@@ -1,7 +1,6 @@
 """The pod's status, and its gauges."""
 
 import asyncio
-import math
 import threading
 import time
 from dataclasses import fields
@@ -16,8 +15,8 @@ from tandem_engine.gpu_block_store import CopyCounts
 from tandem_engine.loop import EngineLoop
 from tandem_engine.scheduler import PromptWork, RequestCounts, SchedulerConfig
 from tandem_engine.step_times import StepTimes
-from tandem_pod.status import PodGauges, due_at, end_due_at, pod_status, refreshing_gauges, token_objective
-from tandem_proto.v1 import common_pb2, decode_pb2, prefill_pb2
+from tandem_pod.status import PodGauges, pod_status, refreshing_gauges
+from tandem_proto.v1 import common_pb2
 from waiting import until
 
 STATUS = common_pb2.PodStatus(
@@ -158,30 +157,3 @@ async def test_an_engine_that_failed_fails_the_status():
     await until(lambda: loop.failed is not None)
     with pytest.raises(ZeroDivisionError):
         status_of(loop)
-
-
-@pytest.mark.parametrize(
-    ("sent", "seconds"),
-    [(None, 60), (1.5, 1.5), (-3.0, -3.0), (math.nan, 0), (math.inf, 86_400), (-math.inf, -86_400)],
-)
-def test_a_deadline_is_always_a_number(sent, seconds):
-    fields = {} if sent is None else {"due_seconds": sent}
-    for message in (decode_pb2.DecodeRequest(**fields), prefill_pb2.PrefillRequest(**fields)):
-        assert due_at(message) - time.monotonic() == pytest.approx(seconds, abs=0.5)
-
-
-@pytest.mark.parametrize(
-    ("sent", "seconds"),
-    [(None, math.inf), (1.5, 1.5), (100.0, 95.0), (-3.0, -3.0), (math.nan, 0), (math.inf, 86_400)],
-)
-def test_the_deadline_of_the_last_token_is_a_number_or_never(sent, seconds):
-    message = decode_pb2.DecodeRequest() if sent is None else decode_pb2.DecodeRequest(end_seconds=sent)
-    assert end_due_at(message) - time.monotonic() == pytest.approx(seconds, abs=0.5)
-
-
-@pytest.mark.parametrize(
-    ("sent", "seconds"), [(0.0, 0), (0.15, 0.15), (-1.0, 0), (math.nan, 0), (math.inf, 86_400)]
-)
-def test_an_objective_per_token_is_always_a_number(sent, seconds):
-    message = decode_pb2.DecodeRequest(token_seconds=sent)
-    assert token_objective(message) == pytest.approx(seconds)

@@ -41,7 +41,8 @@ from tandem_engine.scheduler import append_tokens, text_end
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.outgoing import KVSender
 from tandem_pod.engine_watch import leave_if_stuck
-from tandem_pod.status import decode_cost, due_at, end_due_at, pod_status, token_objective
+from tandem_pod.requests import due_at, end_due_at, read_request, token_objective
+from tandem_pod.status import decode_cost, pod_status
 from tandem_prefill.servicer import PrefillServicer
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tandem_service.tracing import RequestTrace, Tracing, current
@@ -156,8 +157,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await context.abort(grpc.StatusCode.CANCELLED, "the pod is stopping; send the request to another")
         if self._loop.is_stuck:
             await context.abort(grpc.StatusCode.CANCELLED, "the engine hangs; send the request to another")
-        has_guide = request.sampling.HasField("guide")  # compiling it takes time
-        state = await asyncio.to_thread(self._to_request, request) if has_guide else self._to_request(request)
+        state = await read_request(self._to_request, request)
         is_shared = not request.decode_retries
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
         self._num_open_calls += 1

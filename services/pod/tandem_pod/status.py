@@ -17,13 +17,12 @@ from functools import partial
 import structlog
 from prometheus_client import CollectorRegistry
 from tandem_core import codec
-from tandem_core.contracts import DEFAULT_DUE_S
 from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import Engine
 from tandem_engine.gpu_block_store import CopyCounts
 from tandem_engine.loop import EngineLoop
 from tandem_engine.scheduler import PromptWork
-from tandem_proto.v1 import common_pb2, decode_pb2, prefill_pb2
+from tandem_proto.v1 import common_pb2
 from tandem_service import metric_table as table
 from tandem_service.metric_rows import Values
 from tandem_service.version import software_version
@@ -33,35 +32,6 @@ _INTERVAL_S = 1.0
 _MAX_PROMPTS = 256
 #: Older values are shown as NaN.
 _STALE_S = 5.0
-#: Share of the time until an end is due that steps may take.
-_END_SHARE = 0.95
-#: A day.
-_LONGEST_S = 86_400.0
-
-
-def due_at(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest) -> float:
-    """The deadline of the request's first token, in monotonic seconds."""
-    return _at(message.due_seconds if message.HasField("due_seconds") else DEFAULT_DUE_S)
-
-
-def end_due_at(message: decode_pb2.DecodeRequest) -> float:
-    """Target time of the request's last token, in monotonic seconds; inf: no objective.
-
-    It is shortly before the deadline, because steps are as long as their tightest objective allows: sequences
-    that gain one token per step would otherwise end exactly at the deadline, and late after any delay.
-    """
-    return _at(_END_SHARE * message.end_seconds) if message.HasField("end_seconds") else math.inf
-
-
-def _at(seconds: float) -> float:
-    """Monotonic seconds after `seconds`, which is clamped; NaN counts as 0."""
-    return time.monotonic() + (min(max(seconds, -_LONGEST_S), _LONGEST_S) if seconds == seconds else 0.0)
-
-
-def token_objective(message: decode_pb2.DecodeRequest) -> float:
-    """The objective in seconds per output token; 0: none."""
-    seconds = message.token_seconds
-    return min(seconds, _LONGEST_S) if seconds > 0 else 0.0
 
 
 def pod_status(parts: EngineParts, loop: EngineLoop, *, pod_id: str, role: str) -> common_pb2.PodStatus:

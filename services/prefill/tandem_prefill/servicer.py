@@ -32,7 +32,8 @@ from tandem_engine.transport.base import Ticket, TransferState
 from tandem_engine.transport.codec import ticket_from_proto
 from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
 from tandem_pod.engine_watch import leave_if_stuck
-from tandem_pod.status import due_at, pod_status
+from tandem_pod.requests import due_at, read_request
+from tandem_pod.status import pod_status
 from tandem_proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tandem_service.tls import belongs_to_peer
 from tandem_service.tracing import Tracing
@@ -74,10 +75,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         self._parts.layout.check(request.ticket.layout_fingerprint, request.ticket.layout_description)
-        has_guide = request.sampling.HasField("guide")  # compiling it takes time
-        prompt = (
-            await asyncio.to_thread(self._to_request, request) if has_guide else self._to_request(request)
-        )
+        prompt = await read_request(self._to_request, request)
         ticket = ticket_from_proto(request.ticket)
         if self._only_to_caller:
             _check_owner(ticket, context)

@@ -1,0 +1,53 @@
+"""Reads the requests that decode and prefill pods get into the engine's terms."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tandem_core.contracts import DEFAULT_DUE_S
+from tandem_core.slo import LONGEST_OBJECTIVE_S
+from tandem_engine.request import Request
+from tandem_proto.v1 import decode_pb2, prefill_pb2
+
+MessageT = TypeVar("MessageT", decode_pb2.DecodeRequest, prefill_pb2.PrefillRequest)
+
+#: Share of the time until the last token is due that steps may take.
+_END_SHARE = 0.95
+
+
+async def read_request(read: Callable[[MessageT], Request], message: MessageT) -> Request:
+    """Runs `read` in a thread if the request has a guide, which takes a while to compile."""
+    if message.sampling.HasField("guide"):
+        return await asyncio.to_thread(read, message)
+    return read(message)
+
+
+def due_at(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest) -> float:
+    """The deadline of the request's first token, in monotonic seconds."""
+    return _at(message.due_seconds if message.HasField("due_seconds") else DEFAULT_DUE_S)
+
+
+def end_due_at(message: decode_pb2.DecodeRequest) -> float:
+    """When the request's last token should be computed, in monotonic seconds; inf: no objective.
+
+    Steps are as long as their tightest objective allows, so a text that gains one token per step would end
+    exactly at its deadline, and any delay would make it late. The margin prevents that.
+    """
+    return _at(_END_SHARE * message.end_seconds) if message.HasField("end_seconds") else math.inf
+
+
+def _at(seconds: float) -> float:
+    """In monotonic seconds. NaN has no place in an order."""
+    return time.monotonic() + (
+        min(max(seconds, -LONGEST_OBJECTIVE_S), LONGEST_OBJECTIVE_S) if seconds == seconds else 0.0
+    )
+
+
+def token_objective(message: decode_pb2.DecodeRequest) -> float:
+    """In seconds per output token; 0: none."""
+    seconds = message.token_seconds
+    return min(seconds, LONGEST_OBJECTIVE_S) if seconds > 0 else 0.0
