@@ -9,7 +9,7 @@ import pytest
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide, GuideKind
 from tandem_core.model.guides import check_guide
-from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_body
+from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_json
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {}}}
 OF_SCHEMA = Guide(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA))
@@ -19,7 +19,7 @@ GBNF = 'root ::= "yes" | other\nother ::= [a-z]+'
 
 def parsed(**fields: Any) -> Any:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    return parse_body(ChatBody, json.dumps(body).encode()).given_sampling()
+    return parse_json(ChatBody, json.dumps(body).encode()).checked().given_sampling()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_llama_cpp_s_grammars_become_lark() -> None:
 
 
 def test_completions_take_the_same_fields() -> None:
-    body = parse_body(CompletionBody, b'{"prompt": "x", "guided_regex": "[0-9]"}')
+    body = parse_json(CompletionBody, b'{"prompt": "x", "guided_regex": "[0-9]"}').checked()
     assert body.given_sampling()["guide"] == Guide(GuideKind.REGEX, "[0-9]")
 
 

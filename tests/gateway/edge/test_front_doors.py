@@ -20,7 +20,7 @@ from tandem_cli import chat
 from tandem_cli.up import certificates, health
 from tandem_cli.up.supervisor import Health, ProcessSpec
 from tandem_core.errors import InvalidRequestError
-from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_body
+from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_json
 from tandem_gateway.errors import UnsupportedFieldError
 from tandem_gateway.main import GatewayProcess
 from tandem_gateway.settings import GatewaySettings
@@ -524,7 +524,7 @@ bodies = st.one_of(
 def parses_or_refuses(body: bytes) -> None:
     for kind in (ChatBody, CompletionBody):
         try:
-            parsed = parse_body(kind, body)
+            parsed = parse_json(kind, body).checked()
             parsed.given_sampling()
             _ = parsed.chat_messages() if isinstance(parsed, ChatBody) else parsed.prompts()
         except InvalidRequestError as error:

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 from tandem_core.errors import InvalidRequestError
-from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_body, parse_json
-from tandem_gateway.dialects.responses_models import parse_responses
+from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_json
+from tandem_gateway.dialects.responses_models import ResponsesBody
 from tandem_gateway.edge.json_structure import JsonLimits, check_structure
 from tandem_gateway.edge.tokenize_api import DetokenizeBody
 
@@ -76,7 +76,11 @@ def filled(head: str, unit: str, tail: str) -> bytes:
     return (head + ",".join([unit] * count) + tail).encode()
 
 
-CHAT, COMPLETION = partial(parse_body, ChatBody), partial(parse_body, CompletionBody)
+def checking(kind):
+    return lambda body: parse_json(kind, body).checked()
+
+
+CHAT, COMPLETION, RESPONSES = map(checking, (ChatBody, CompletionBody, ResponsesBody))
 COSTLY = {
     "messages": (CHAT, filled('{"messages":[', '{"role":"user","content":"a"}', "]}")),
     "empty messages": (CHAT, filled('{"messages":[', "{}", "]}")),
@@ -99,8 +103,8 @@ COSTLY = {
             {"messages": [], **dict.fromkeys(map("x{}".format, range(JsonLimits().max_values - 10)), 1)}
         ).encode(),
     ),
-    "input": (parse_responses, filled('{"input":[', '{"role":"user","content":"a"}', "]}")),
-    "no input": (parse_responses, filled('{"input":[', "1", "]}")),
+    "input": (RESPONSES, filled('{"input":[', '{"role":"user","content":"a"}', "]}")),
+    "no input": (RESPONSES, filled('{"input":[', "1", "]}")),
     "tokens": (partial(parse_json, DetokenizeBody), filled('{"tokens":[', '"a"', "]}")),
 }
 

@@ -2,6 +2,7 @@
 
 openai_models.py     bodies of chats and completions; openai_messages.py, openai_guides.py: their fields
 openai_render.py     answers to them, whole and streamed, with `usage`
+chat_dialect.py      what the Responses API and the Messages API share
 responses_*.py       OpenAI's Responses API, read and rendered as a chat
 messages_*.py        Anthropic's Messages API, likewise
 grpc_messages.py     messages, tools and options of the gRPC API

@@ -1,11 +1,9 @@
 """Renders a chat's answer as Anthropic's Messages API shows it: one message, or a stream of typed events.
 
-    message_start
-    for each block    content_block_start, content_block_delta ..., content_block_stop
-    message_delta     stop reason and usage
-    message_stop
-
-The chat's stream is the source, as for the Responses API (responses_render.py).
+message_start
+for each block    content_block_start, content_block_delta ..., content_block_stop
+message_delta     stop reason and usage
+message_stop
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from tandem_core.errors import TandemError
-from tandem_proto.v1 import answers_pb2, decode_pb2
+from tandem_proto.v1 import answers_pb2
 
-from tandem_gateway.dialects.openai_render import ChatRenderer, Json, error_json
-from tandem_gateway.dialects.sse import sse
+from tandem_gateway.dialects.chat_dialect import TypedEventsRenderer
+from tandem_gateway.dialects.openai_render import Json, error_json
 from tandem_gateway.request import Event
 
 _Object = dict[str, Any]
@@ -26,7 +24,7 @@ _Object = dict[str, Any]
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesRenderer(ChatRenderer):
+class MessagesRenderer(TypedEventsRenderer):
     answer_kind = "message"
     _id_prefix = "msg_"
 
@@ -39,13 +37,6 @@ class MessagesRenderer(ChatRenderer):
         #: The kind of the open block, and how many blocks there were with it.
         self._open, self._num_blocks = "", 0
         self._ending: _Object = {}
-
-    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
-        chat = super().chunk(chunk, with_usage_field=False)
-        return None if chat is None else self._events(chat)
-
-    def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
-        return self._events(super().finish(end, with_usage_field=False))
 
     def usage_chunk(self) -> Json:
         usage = _usage(cast(_Object, super().usage_chunk()["usage"]))
@@ -65,25 +56,10 @@ class MessagesRenderer(ChatRenderer):
             content.append({"type": "tool_use", **_head_of(call), "input": _parsed(arguments)})
         return self._message(content, _stop(choice), _usage(chat["usage"]))
 
-    def encode(self, body: Json, event_id: str = "", *, in_steps: bool = False) -> bytes:
-        """The last event has the id: who has it has the others."""
-        events = cast(Sequence[_Object], body["events"])
-        return b"".join(
-            b"event: "
-            + event["type"].encode()
-            + b"\n"
-            + sse(event, event_id if event is events[-1] else "", in_steps=in_steps)
-            for event in events
-        )
-
     def encode_error(self, error: TandemError) -> bytes:
         return self.encode({"events": [{"type": "error", **error_json(error)}]})
 
-    def encode_end(self) -> bytes:
-        return b""
-
-    def _events(self, chat: Json) -> Json:
-        choice = cast(Sequence[_Object], chat["choices"])[0]
+    def _events(self, choice: _Object) -> list[_Object]:
         events: list[_Object] = []
         if not self._has_started:
             self._has_started = True
@@ -105,7 +81,7 @@ class MessagesRenderer(ChatRenderer):
         if choice["finish_reason"] is not None:
             events += self._close()
             self._ending = _stop(choice)
-        return {"events": events}
+        return events
 
     def _arguments(self, call: _Object) -> list[_Object]:
         arguments = (call.get("function") or {}).get("arguments")

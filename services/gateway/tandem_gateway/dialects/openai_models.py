@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_type_hints
 
 from pydantic import BaseModel, JsonValue, ValidationError, create_model
 from tandem_core.beams import MAX_BEAM_WIDTH, BeamParams, EarlyStopping
@@ -126,8 +126,12 @@ class _CommonBody(_SamplingBody):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    def refuse_unserved(self) -> None:
-        """Raises UnsupportedFieldError for an untyped field that would have an effect."""
+    #: How errors name the fields of this API, by patterns of their beginnings, where they differ.
+    field_names: ClassVar[Mapping[str, str]] = {}
+
+    def checked(self) -> Self:
+        """Raises InvalidRequestError for values that do not go together, and UnsupportedFieldError for an
+        untyped field that would have an effect."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in _IGNORED or (name in _UNSERVED and value in _OFF):
                 continue
@@ -168,6 +172,7 @@ class _CommonBody(_SamplingBody):
             )
         if self.request_id is not None and request_id_or_new(self.request_id) != self.request_id:
             raise InvalidRequestError("request_id", "must be 1 to 128 letters, digits and . _ : / -")
+        return self
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -295,16 +300,25 @@ class ChatBody(_CommonBody):
             given["max_tokens"] = self.max_completion_tokens
         return given
 
-    def refuse_unserved(self) -> None:
-        super().refuse_unserved()
+    def checked(self) -> Self:
         if self.add_special_tokens:
             raise UnsupportedFieldError(
                 "add_special_tokens", "is not supported in chats, whose template has them; leave it out"
             )
+        return super().checked()
 
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """A checked chat. Raises InvalidRequestError."""
+        try:
+            body = cls.model_validate({name: value for name, value in fields.items() if value is not None})
+        except ValidationError as error:
+            raise _invalid_body(error) from error
+        return body.checked()
 
     def chat_messages(self) -> tuple[Message, ...]:
         return to_messages(self.messages)
@@ -385,13 +399,6 @@ class CompletionBody(_CommonBody):
         return prompts
 
 
-def parse_body(kind: type[ChatBody] | type[CompletionBody], body: bytes) -> ChatBody | CompletionBody:
-    """Raises InvalidRequestError naming the field (or the byte) that is wrong."""
-    parsed = parse_json(kind, body)
-    parsed.refuse_unserved()
-    return parsed
-
-
 def parse_json(kind: type[BodyT], body: bytes) -> BodyT:
     """Raises InvalidRequestError naming the field (or the byte) that is wrong."""
     try:
@@ -403,10 +410,10 @@ def parse_json(kind: type[BodyT], body: bytes) -> BodyT:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise invalid_body(error) from error
+        raise _invalid_body(error) from error
 
 
-def invalid_body(error: ValidationError) -> InvalidRequestError:
+def _invalid_body(error: ValidationError) -> InvalidRequestError:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return InvalidRequestError("body", f"is not valid JSON: {first['ctx']['error']}")

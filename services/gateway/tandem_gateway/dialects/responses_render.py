@@ -8,8 +8,7 @@
                      response.output_item.done
     response.completed, or response.incomplete at the limit of tokens
 
-The chat's stream is the source, so an answer reads the same through both APIs. A resumed stream renders what
-the client has seen, too, and goes on with the same ids and sequence numbers.
+A resumed stream also renders what the client has seen, and continues with the same ids and sequence numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from tandem_core.errors import TandemError
-from tandem_proto.v1 import answers_pb2, decode_pb2
+from tandem_proto.v1 import answers_pb2
 
-from tandem_gateway.dialects.openai_render import ChatRenderer, Json, JsonValue, error_json
-from tandem_gateway.dialects.sse import sse
+from tandem_gateway.dialects.chat_dialect import TypedEventsRenderer
+from tandem_gateway.dialects.openai_render import Json, JsonValue, error_json
 from tandem_gateway.request import Event
 
 _Object = dict[str, Any]
@@ -64,7 +63,7 @@ _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reason
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
-class ResponsesRenderer(ChatRenderer):
+class ResponsesRenderer(TypedEventsRenderer):
     answer_kind = "response"
     _id_prefix = "resp_"
 
@@ -78,13 +77,6 @@ class ResponsesRenderer(ChatRenderer):
         self._open: _Item | None = None
         self._has_started = False
         self._finished_by: str | None = None
-
-    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
-        chat = super().chunk(chunk, with_usage_field=False)
-        return None if chat is None else self._events(chat)
-
-    def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
-        return self._events(super().finish(end, with_usage_field=False))
 
     def usage_chunk(self) -> Json:
         usage = cast(_Object, super().usage_chunk()["usage"])
@@ -110,27 +102,12 @@ class ResponsesRenderer(ChatRenderer):
             self._close()
         return self._response(chat["usage"])
 
-    def encode(self, body: Json, event_id: str = "", *, in_steps: bool = False) -> bytes:
-        """The last event has the id: who has it has the others."""
-        events = cast(Sequence[_Object], body["events"])
-        return b"".join(
-            b"event: "
-            + event["type"].encode()
-            + b"\n"
-            + sse(event, event_id if event is events[-1] else "", in_steps=in_steps)
-            for event in events
-        )
-
     def encode_error(self, error: TandemError) -> bytes:
         inner = cast(_Object, error_json(error)["error"])
         event = self._event("error", {**inner, "type": "error", "error": inner})
         return self.encode({"events": [event]})
 
-    def encode_end(self) -> bytes:
-        return b""  # the last event says that it is the last
-
-    def _events(self, chat: Json) -> Json:
-        choice = cast(Sequence[_Object], chat["choices"])[0]
+    def _events(self, choice: _Object) -> list[_Object]:
         events: list[_Object] = []
         if not self._has_started:
             self._has_started = True
@@ -142,7 +119,7 @@ class ResponsesRenderer(ChatRenderer):
             if not self._output and self._open is None:
                 events += self._add("message", "")
             events += self._close()
-        return {"events": events}
+        return events
 
     def _take(self, delta: _Object, logprobs: _Object | None) -> list[_Object]:
         """The events of what a chat's delta brings."""

@@ -16,7 +16,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import TypeAlias
@@ -35,11 +35,12 @@ from tandem_gateway.answers.answer import Answer, Sent
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.call.gateway import Gateway
-from tandem_gateway.dialects import messages_models, responses_models
+from tandem_gateway.dialects.messages_models import MessagesBody
 from tandem_gateway.dialects.messages_render import MessagesRenderer
-from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_body
+from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_json
 from tandem_gateway.dialects.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer
 from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text
+from tandem_gateway.dialects.responses_models import ResponsesBody
 from tandem_gateway.dialects.responses_render import ResponsesRenderer
 from tandem_gateway.dialects.sse import json_bytes
 from tandem_gateway.edge.http_stream import EventStream, until_disconnect
@@ -47,10 +48,13 @@ from tandem_gateway.edge.request_body import max_body_bytes, read_body
 from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest, with_seed
 
-#: Reads a request's body. Raises InvalidRequestError.
-Parse: TypeAlias = Callable[[bytes], ChatBody | CompletionBody]
-
-NO_NAMES: Mapping[str, str] = {}
+AnyBody: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody
+_DIALECTS: tuple[tuple[str, type[AnyBody], type[Renderer]], ...] = (
+    ("/v1/chat/completions", ChatBody, ChatRenderer),
+    ("/v1/completions", CompletionBody, CompletionRenderer),
+    ("/v1/responses", ResponsesBody, ResponsesRenderer),
+    ("/v1/messages", MessagesBody, MessagesRenderer),
+)
 _API_KEY = "x-api-key"
 _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
 _SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
@@ -69,27 +73,13 @@ class OpenAiApi:
         self._keys = keys
         self._started = int(time.time())
         self.routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._complete, methods=["POST"]),
-            Route("/v1/responses", self._respond, methods=["POST"]),
-            Route("/v1/messages", self._message, methods=["POST"]),
+            *(
+                Route(path, partial(self._answer, body, renderer), methods=["POST"])
+                for path, body, renderer in _DIALECTS
+            ),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
         ]
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, partial(parse_body, ChatBody), ChatRenderer)
-
-    async def _complete(self, request: Request) -> Response:
-        return await self._answer(request, partial(parse_body, CompletionBody), CompletionRenderer)
-
-    async def _respond(self, request: Request) -> Response:
-        names = responses_models.FIELD_NAMES
-        return await self._answer(request, responses_models.parse_responses, ResponsesRenderer, names)
-
-    async def _message(self, request: Request) -> Response:
-        names = messages_models.FIELD_NAMES
-        return await self._answer(request, messages_models.parse_messages, MessagesRenderer, names)
 
     async def _models(self, request: Request) -> JSONResponse:
         caller = self._keys.authenticate(request.headers.get("authorization", ""))
@@ -121,26 +111,25 @@ class OpenAiApi:
         }
 
     async def _answer(
-        self, request: Request, parse: Parse, kind: type[Renderer], names: Mapping[str, str] = NO_NAMES
+        self, body_kind: type[AnyBody], renderer_kind: type[Renderer], request: Request
     ) -> Response:
-        """`names`: of a chat's fields, if the API of the request has others."""
         position: tuple[int, ...] = ()
         is_streamed = True
-        started_ns = time.monotonic_ns()
+        started_ns, kind = time.monotonic_ns(), renderer_kind.answer_kind
         caller = self._keys.authenticate(_authorization(request.headers))
         with self._gateway.counting_refusals():
-            self._gateway.begin_trace(request.headers.items(), kind.answer_kind, started_ns=started_ns)
+            self._gateway.begin_trace(request.headers.items(), kind, started_ns=started_ns)
             last_event_id = request.headers.get(_LAST_EVENT_ID)
             if last_event_id is not None:
                 limits = self._gateway.settings.tenant_limits(caller)
                 with self._calls.hold(caller):
-                    answer, position = await self._answers.find(
-                        caller.tenant, last_event_id, kind.answer_kind, limits
-                    )
+                    answer, position = await self._answers.find(caller.tenant, last_event_id, kind, limits)
             else:
                 with self._calls.hold(caller):
-                    answer, is_streamed = await self._begin(request, caller, parse, kind.answer_kind, names)
-        renderer = kind(answer.record, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes)
+                    answer, is_streamed = await self._begin(request, caller, body_kind, kind)
+        renderer = renderer_kind(
+            answer.record, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes
+        )
         events = self._answers.read(answer, position)
         try:
             if not is_streamed:
@@ -153,13 +142,13 @@ class OpenAiApi:
         return EventStream(request, stream, source=events)
 
     async def _begin(
-        self, request: Request, caller: Caller, parse: Parse, kind: str, names: Mapping[str, str]
+        self, request: Request, caller: Caller, body_kind: type[AnyBody], kind: str
     ) -> tuple[Answer, bool]:
         """The answer to the body, and whether to stream it. Raises InvalidRequestError or GatewayError."""
         payload = await read_body(request, self._gateway)
         # Objectives count from the whole request: how long its client takes to send it is not ours to keep.
         arrived = time.monotonic()
-        body = parse(payload)
+        body = parse_json(body_kind, payload).checked()
         is_streamed = bool(body.stream)
         key, digest = request.headers.get(_IDEMPOTENCY_KEY, ""), b""
         if key:
@@ -168,7 +157,7 @@ class OpenAiApi:
             joined = await self._answers.join(caller.tenant, key, digest, limits)
             if joined is not None:
                 return joined, is_streamed
-        with _naming(names):
+        with _naming(body_kind.field_names):
             sampling = with_seed(body.given_sampling())
         received = ReceivedRequest(
             request_id=body.request_id or request.state.request_id,
@@ -183,7 +172,7 @@ class OpenAiApi:
             truncate_to=body.truncate_prompt_tokens,
             add_special_tokens=body.add_special_tokens is not False,
         )
-        with _naming(names):
+        with _naming(body_kind.field_names):
             prompts = await until_disconnect(request.receive, self._tokenize(received, body))
         check_size(prompts, body.num_choices)
         shown = body.shown()

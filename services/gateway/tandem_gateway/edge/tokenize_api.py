@@ -9,7 +9,7 @@ import asyncio
 import time
 from typing import Any
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -20,7 +20,7 @@ from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.json_body import JsonBody
-from tandem_gateway.dialects.openai_models import ChatBody, invalid_body, parse_json
+from tandem_gateway.dialects.openai_models import ChatBody, parse_json
 from tandem_gateway.edge.http_stream import until_disconnect
 from tandem_gateway.edge.request_body import read_body
 from tandem_gateway.request import ReceivedRequest
@@ -50,12 +50,7 @@ class TokenizeBody(JsonBody):
             raise InvalidRequestError(
                 "add_special_tokens", "is for prompts: the chat template writes its own; leave it out"
             )
-        try:
-            body = ChatBody.model_validate(fields)
-        except ValidationError as error:
-            raise invalid_body(error) from error
-        body.refuse_unserved()
-        return body
+        return ChatBody.of(fields)
 
 
 class DetokenizeBody(JsonBody):

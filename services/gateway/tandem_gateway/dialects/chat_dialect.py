@@ -1,0 +1,108 @@
+"""What the Responses API and the Messages API share: their bodies are read as chats, and their answers are
+rendered from the stream of a chat, so an answer reads the same through every API."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+from pydantic import ConfigDict, JsonValue
+from tandem_core.errors import InvalidRequestError, quoted
+from tandem_proto.v1 import decode_pb2
+
+from tandem_gateway.dialects.json_body import JsonBody
+from tandem_gateway.dialects.openai_models import ChatBody
+from tandem_gateway.dialects.openai_render import ChatRenderer, Json
+from tandem_gateway.dialects.sse import sse
+from tandem_gateway.errors import UnsupportedFieldError
+
+JsonObject = dict[str, JsonValue]
+
+
+class ChatDialectBody(JsonBody):
+    """Fields that both APIs and a chat have, and those of Tandem (seed, slo_class, ...), pass unchanged."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+    #: How errors name fields of a chat, by patterns of their beginnings.
+    field_names: ClassVar[Mapping[str, str]]
+    #: Fields without support, each with the values that have no effect.
+    unserved: ClassVar[Mapping[str, Sequence[JsonValue]]]
+    #: Fields of a chat that have another name in this API.
+    renamed: ClassVar[Mapping[str, str]]
+    #: Why `unserved` fields are refused.
+    reason: ClassVar[str] = "is not supported here"
+
+    model: str | None = None
+    stream: bool | None = None
+
+    def checked(self) -> ChatBody:
+        """Raises InvalidRequestError naming the field as this API calls it."""
+        extra: dict[str, Any] = dict(self.model_extra or {})
+        for name, off in self.unserved.items():
+            value = extra.pop(name, None)
+            if value is not None and value not in off:
+                raise UnsupportedFieldError(name, f"{self.reason}; leave it out")
+        for name, other in self.renamed.items():
+            if extra.get(name) is not None:
+                raise UnsupportedFieldError(name, f"is no field of this API; use {other}")
+        own = {
+            "model": self.model,
+            "stream": self.stream,
+            "stream_options": {"include_usage": True} if self.stream else None,
+        }
+        return ChatBody.of({**extra, **own, **self._chat_fields()})
+
+    @abstractmethod
+    def _chat_fields(self) -> Mapping[str, Any]:
+        """The fields of this API as those of a chat; None: not given."""
+
+
+def text_of(where: str, content: JsonValue, kinds: Collection[str] = ("text",)) -> str:
+    """A text, or a list of parts of these kinds. Raises InvalidRequestError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(where, "is missing; send a text or a list of text parts")
+    return "\n".join(part_text(f"{where}[{index}]", part, kinds) for index, part in enumerate(content))
+
+
+def part_text(where: str, part: JsonValue, kinds: Collection[str] = ("text",)) -> str:
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+    if kind not in kinds or not isinstance(text, str):
+        raise UnsupportedFieldError(where, f"is a part of type {quoted(str(kind))}; only text is supported")
+    return text
+
+
+class TypedEventsRenderer(ChatRenderer):
+    """Renders each delta of a chat's stream as server-sent events with a type."""
+
+    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
+        chat = super().chunk(chunk, with_usage_field=False)
+        return None if chat is None else {"events": self._events(_only_choice(chat))}
+
+    def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
+        return {"events": self._events(_only_choice(super().finish(end, with_usage_field=False)))}
+
+    def encode(self, body: Json, event_id: str = "", *, in_steps: bool = False) -> bytes:
+        """The last event has the id: a client that has it has the others too."""
+        events = cast(Sequence[dict[str, Any]], body["events"])
+        return b"".join(
+            b"event: "
+            + event["type"].encode()
+            + b"\n"
+            + sse(event, event_id if event is events[-1] else "", in_steps=in_steps)
+            for event in events
+        )
+
+    def encode_end(self) -> bytes:
+        return b""  # the last event's type says that it is the last
+
+    @abstractmethod
+    def _events(self, choice: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        """The events of one `choice` of a chat's chunk."""
+
+
+def _only_choice(chat: Json) -> dict[str, Any]:
+    return cast(Sequence[dict[str, Any]], chat["choices"])[0]
