@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 from tandem_core.errors import InvalidRequestError, TandemError
@@ -67,6 +67,9 @@ def message_json(message: Message) -> Json:
     return {field.name: value_json(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
+EventT = TypeVar("EventT", bound=Event)
+
+
 @dataclass
 class _Choice:
     """A whole answer's choice."""
@@ -99,29 +102,22 @@ class Renderer(ABC):
             "created": record.created_seconds,
             "model": model,
         }
-        self._wants_logprobs = (
-            record.request.sampling.HasField("logprobs") and not record.shown.hides_logprobs
-        )
+        sampling = record.request.sampling
+        self._shown_as = record.shown
+        self._wants_logprobs = sampling.HasField("logprobs") and not record.shown.hides_logprobs
+        self._num_top = sampling.logprobs
         self._token_bytes = token_bytes
         self._prompts = [request.prompt_token_ids for request in (record.request, *record.more_requests)]
         self._num_choices = record.num_choices or 1
-        self._num_best = record.shown.num_best or self._num_choices
-        self.shows_token_ids = record.shown.token_ids
-        self._names_are_ids = record.shown.tokens_as_ids
-        #: By prompt; empty: not shown.
-        self._echoed_texts = list(record.shown.echoed_texts)
-        self._hides_output = record.shown.hides_output
-        #: Alternatives shown for each token of a prompt in `prompt_logprobs`; None: there is no such field.
-        self._num_prompt_top = (
-            record.shown.prompt_logprobs if record.shown.HasField("prompt_logprobs") else None
-        )
-        self._num_top = record.request.sampling.logprobs
+        #: By choice.
+        self._parsers = parsers_of(record)
+        self._as_function_call = record.form.as_function_call
         #: By prompt.
         self._prompt_logprobs: dict[int, common_pb2.PromptLogprobs] = {}
-        self._has_prompt_logprobs = record.request.sampling.HasField("prompt_logprobs")
-        #: Choices of which something was rendered.
+        self._has_prompt_logprobs = sampling.HasField("prompt_logprobs")
+        #: Choices with rendered output.
         self._begun: set[int] = set()
-        #: By choice, of those that have ended.
+        #: Of choices that have ended, by choice.
         self._receipts: dict[int, common_pb2.Receipt] = {}
 
     def is_large(self, events: Sequence[Event]) -> bool:
@@ -146,31 +142,33 @@ class Renderer(ABC):
         """None: there is nothing to show yet, for example while a character is incomplete."""
         is_first = self.is_first(chunk)
         shown = self._shown(chunk)
-        part = self._part(chunk.choice, (self._echoed_text(chunk.choice) if is_first else "") + shown.text)
-        if not (part or shown.logprobs or self.shows_token_ids or (is_first and self._echoed_texts)):
+        echoed = self._echoed_text(chunk.choice) if is_first else ""
+        part = self._parsers[chunk.choice].push(echoed + shown.text)
+        shows_ids, is_echo = self._shown_as.token_ids, is_first and bool(self._shown_as.echoed_texts)
+        if not (part or shown.logprobs or shows_ids or is_echo):
             return None
         self._begun.add(chunk.choice)
         logprobs = self._logprobs(chunk.choice, shown.logprobs, is_first=is_first)
         delta = self._delta(part, is_first=is_first)
         choice = {"index": chunk.choice, **delta, "logprobs": logprobs, "finish_reason": None}
-        if not self.shows_token_ids:
+        if not shows_ids:
             return self._stream_object([choice], with_usage_field)
         choice["token_ids"] = list(shown.token_ids)
         # The prompt's are in the first chunk, as in vLLM.
-        prompt = self._prompt_of(chunk.choice) if is_first else None
-        return self._with_prompt(self._stream_object([choice], with_usage_field), [prompt])
+        prompt = list(self._prompts[chunk.choice // self._num_choices]) if is_first else None
+        return self._of_prompts(self._stream_object([choice], with_usage_field), "prompt_token_ids", [prompt])
 
     def is_first(self, chunk: decode_pb2.DecodeChunk) -> bool:
         """Whether nothing of its choice was rendered before."""
         return chunk.choice not in self._begun
 
     def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
-        self._receipts[end.choice] = end.receipt
+        end = self._shown(end)
         is_first = end.choice not in self._begun
         self._begun.add(end.choice)
         choice = {
             "index": end.choice,
-            **self._delta(self._last_part(end.choice), is_first=is_first),
+            **self._delta(self._parsers[end.choice].finish(), is_first=is_first),
             "logprobs": None,
             "finish_reason": self._finish_reason(end),
             "stop_reason": self._stop_reason(end),
@@ -184,18 +182,18 @@ class Renderer(ABC):
     def whole(self, events: Sequence[Event]) -> Json:
         choices = [_Choice(number, [], []) for number in range(len(self._prompts) * self._num_choices)]
         for event in events:
-            if isinstance(event, decode_pb2.DecodeFinished):
-                choices[event.choice].end = event
-                self._receipts[event.choice] = event.receipt
+            choice, part = choices[event.choice], self._shown(event)
+            if isinstance(part, decode_pb2.DecodeFinished):
+                choice.end = part
             else:
-                part = self._shown(event)
-                choices[event.choice].chunks.append(part)
-                choices[event.choice].logprobs.extend(part.logprobs)
+                choice.chunks.append(part)
+                choice.logprobs.extend(part.logprobs)
         shown = []
         for first in range(0, len(choices), self._num_choices):
             of_prompt = choices[first : first + self._num_choices]
-            if self._num_best < self._num_choices:
-                of_prompt = sorted(of_prompt, key=lambda choice: -choice.mean_logprob)[: self._num_best]
+            num_best = self._shown_as.num_best or self._num_choices
+            if num_best < self._num_choices:
+                of_prompt = sorted(of_prompt, key=lambda choice: -choice.mean_logprob)[:num_best]
             shown += of_prompt
         body: Json = {
             **self._head,
@@ -203,55 +201,56 @@ class Renderer(ABC):
             "choices": [self._whole_choice(index, choice) for index, choice in enumerate(shown)],
             "usage": self._usage(),
         }
-        if self._num_prompt_top is not None:
+        of_choices = [choice.number // self._num_choices for choice in shown]
+        if self._shown_as.HasField("prompt_logprobs"):
             # Choices of a prompt share its list.
-            lists = {n: self._prompt_logprobs_json(n, self._num_prompt_top) for n in self._prompt_logprobs}
-            of_choices = [lists[choice.number // self._num_choices] for choice in shown]
-            body = self._with_prompt_logprobs(body, of_choices)
-        prompts = [self._prompt_of(choice.number) for choice in shown]
-        return self._with_prompt(body, prompts) if self.shows_token_ids else body
+            lists = {
+                n: prompt_logprobs.to_json(
+                    found, self._prompts[n], self._shown_as.prompt_logprobs, self._token_bytes
+                )
+                for n, found in self._prompt_logprobs.items()
+            }
+            body = self._of_prompts(body, "prompt_logprobs", [lists[prompt] for prompt in of_choices])
+        if self._shown_as.token_ids:
+            prompts = [list(self._prompts[prompt]) for prompt in of_choices]
+            body = self._of_prompts(body, "prompt_token_ids", prompts)
+        return body
 
     def _whole_choice(self, index: int, choice: _Choice) -> Json:
         text = self._echoed_text(choice.number) + "".join(chunk.text for chunk in choice.chunks)
+        parser = self._parsers[choice.number]
         body: dict[str, JsonValue] = {
             "index": index,
-            **self._whole_text(choice.number, text),
+            **self._whole_part(parser.push(text) + parser.finish()),
             "logprobs": self._logprobs(choice.number, choice.logprobs, is_first=True),
             "finish_reason": self._finish_reason(choice.end),
             "stop_reason": self._stop_reason(choice.end),
         }
-        if self.shows_token_ids:
+        if self._shown_as.token_ids:
             body["token_ids"] = [token_id for chunk in choice.chunks for token_id in chunk.token_ids]
         return body
 
     def _usage(self) -> Json:
         usage = usage_json([self._receipts[number] for number in sorted(self._receipts)], self._num_choices)
-        if self._hides_output:
+        if self._shown_as.hides_output:
             usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
-    def _shown(self, chunk: decode_pb2.DecodeChunk) -> decode_pb2.DecodeChunk:
-        """The part of the chunk that the caller gets; keeps the prompt's log probabilities."""
-        if chunk.HasField("prompt_logprobs"):
-            self._prompt_logprobs[chunk.choice // self._num_choices] = chunk.prompt_logprobs
-        return decode_pb2.DecodeChunk(choice=chunk.choice) if self._hides_output else chunk
+    def _shown(self, event: EventT) -> EventT:
+        """The part of the event that the caller gets; keeps receipts and prompts' log probabilities."""
+        if isinstance(event, decode_pb2.DecodeFinished):
+            self._receipts[event.choice] = event.receipt
+        elif event.HasField("prompt_logprobs"):
+            self._prompt_logprobs[event.choice // self._num_choices] = event.prompt_logprobs
+        return cast(EventT, prompt_logprobs.without_output(event)) if self._shown_as.hides_output else event
 
     def _stop_reason(self, end: decode_pb2.DecodeFinished) -> str | int | None:
         """As in vLLM: the stop string, or the stop token's id; None at a plain end token."""
-        if self._hides_output:
-            return None
         return end.stop_token_id if end.HasField("stop_token_id") else end.stop_reason or None
 
     def _echoed_text(self, choice: int) -> str:
-        return self._echoed_texts[choice // self._num_choices] if self._echoed_texts else ""
-
-    def _prompt_logprobs_json(self, prompt: int, num_top: int) -> Sequence[JsonValue]:
-        return prompt_logprobs.to_json(
-            self._prompt_logprobs[prompt], self._prompts[prompt], num_top, self._token_bytes
-        )
-
-    def _prompt_of(self, choice: int) -> list[int]:
-        return list(self._prompts[choice // self._num_choices])
+        texts = self._shown_as.echoed_texts
+        return texts[choice // self._num_choices] if texts else ""
 
     def _stream_object(self, choices: Sequence[Json], with_usage_field: bool) -> Json:
         body = {**self._head, "object": self._chunk_object, "choices": choices}
@@ -260,18 +259,21 @@ class Renderer(ABC):
     def _logprobs(
         self, choice: int, positions: Sequence[common_pb2.PositionLogprobs], *, is_first: bool
     ) -> Json | None:
-        """is_first: of a choice's first chunk, or of a whole answer."""
+        """`is_first`: for the first chunk of a choice, or a whole answer."""
         if not self._wants_logprobs:
             return None
-        return self._logprobs_object(choice, positions, with_prompt=is_first and bool(self._echoed_texts))
+        with_prompt = is_first and bool(self._shown_as.echoed_texts)
+        return self._logprobs_object(choice, positions, with_prompt=with_prompt)
 
-    def _with_prompt(self, body: Json, prompts: Sequence[list[int] | None]) -> Json:
-        """Adds the prompt's token ids, one list for each choice in the body, where vLLM has them."""
-        return {**body, "prompt_token_ids": prompts[0]}
+    def _of_prompts(self, body: Json, name: str, values: Sequence[JsonValue]) -> Json:
+        """Adds a field about prompts, one value for each choice in the body, where vLLM has it."""
+        return {**body, name: values[0]}
 
-    def _with_prompt_logprobs(self, body: Json, lists: Sequence[Sequence[JsonValue]]) -> Json:
-        """Adds `prompt_logprobs`, one list for each choice in the body, where vLLM has them."""
-        return {**body, "prompt_logprobs": lists[0]}
+    def _finish_reason(self, end: decode_pb2.DecodeFinished) -> str:
+        """Call it after the choice's last part."""
+        if end.reason == common_pb2.FINISH_REASON_STOP and self._parsers[end.choice].has_calls:
+            return "function_call" if self._as_function_call else "tool_calls"
+        return _FINISH_REASONS[end.reason]
 
     def _id_name(self, token: common_pb2.TokenLogprob) -> str:
         return f"token_id:{token.token_id}"
@@ -280,23 +282,11 @@ class Renderer(ABC):
         return token.token_bytes or self._token_bytes(token.token_id)
 
     @abstractmethod
-    def _part(self, choice: int, text: str) -> AnswerDelta:
-        """What the text adds to the answer; false: nothing yet."""
-
-    @abstractmethod
-    def _last_part(self, choice: int) -> AnswerDelta:
-        """What was held back, when no more text comes."""
-
-    def _finish_reason(self, end: decode_pb2.DecodeFinished) -> str:
-        """After the last part."""
-        return "length" if self._hides_output else _FINISH_REASONS[end.reason]
-
-    @abstractmethod
     def _delta(self, part: AnswerDelta, *, is_first: bool) -> Json:
         """The part of a stream chunk's choice that holds the text."""
 
     @abstractmethod
-    def _whole_text(self, choice: int, text: str) -> Json:
+    def _whole_part(self, part: AnswerDelta) -> Json:
         """The part of a whole answer's choice that holds the text."""
 
     @abstractmethod
@@ -320,25 +310,6 @@ class ChatRenderer(Renderer):
     _whole_object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self, record: answers_pb2.AnswerRecord, model: str, token_bytes: Callable[[int], bytes]
-    ) -> None:
-        super().__init__(record, model, token_bytes)
-        #: By choice.
-        self._parsers = parsers_of(record)
-        self._as_function_call = record.form.as_function_call
-
-    def _part(self, choice: int, text: str) -> AnswerDelta:
-        return self._parsers[choice].push(text)
-
-    def _last_part(self, choice: int) -> AnswerDelta:
-        return self._parsers[choice].finish()
-
-    def _finish_reason(self, end: decode_pb2.DecodeFinished) -> str:
-        if end.reason == common_pb2.FINISH_REASON_STOP and self._parsers[end.choice].has_calls:
-            return "function_call" if self._as_function_call else "tool_calls"
-        return super()._finish_reason(end)
-
     def _delta(self, part: AnswerDelta, *, is_first: bool) -> Json:
         delta: dict[str, JsonValue] = {"role": "assistant", "content": ""} if is_first else {}
         if part.content:
@@ -348,8 +319,7 @@ class ChatRenderer(Renderer):
         delta |= self._calls_json(part, with_index=True)
         return {"delta": delta}
 
-    def _whole_text(self, choice: int, text: str) -> Json:
-        part = self._part(choice, text) + self._last_part(choice)
+    def _whole_part(self, part: AnswerDelta) -> Json:
         message: dict[str, JsonValue] = {
             "role": "assistant",
             "content": None if part.calls and not part.content else part.content,
@@ -381,7 +351,7 @@ class ChatRenderer(Renderer):
 
     def _token(self, token: common_pb2.TokenLogprob) -> Json:
         raw = self._bytes_of(token)
-        name = self._id_name(token) if self._names_are_ids else raw.decode("utf-8", "replace")
+        name = self._id_name(token) if self._shown_as.tokens_as_ids else raw.decode("utf-8", "replace")
         return {"token": name, "logprob": token.logprob, "bytes": list(raw)}
 
 
@@ -398,17 +368,11 @@ class CompletionRenderer(Renderer):
         #: By choice.
         self._text_offsets: Counter[int] = Counter()
 
-    def _part(self, choice: int, text: str) -> AnswerDelta:
-        return AnswerDelta(text)
-
-    def _last_part(self, choice: int) -> AnswerDelta:
-        return AnswerDelta()
-
     def _delta(self, part: AnswerDelta, *, is_first: bool) -> Json:
         return {"text": part.content}
 
-    def _whole_text(self, choice: int, text: str) -> Json:
-        return {"text": text}
+    def _whole_part(self, part: AnswerDelta) -> Json:
+        return {"text": part.content}
 
     def _logprobs_object(
         self, choice: int, positions: Sequence[common_pb2.PositionLogprobs], *, with_prompt: bool
@@ -434,17 +398,13 @@ class CompletionRenderer(Renderer):
             logprobs[0] = top[0] = None  # nothing comes before the first token
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
-    def _with_prompt(self, body: Json, prompts: Sequence[list[int] | None]) -> Json:
-        choices = zip(cast(Sequence[Json], body["choices"]), prompts, strict=True)
-        return {**body, "choices": [{**choice, "prompt_token_ids": prompt} for choice, prompt in choices]}
-
-    def _with_prompt_logprobs(self, body: Json, lists: Sequence[Sequence[JsonValue]]) -> Json:
-        choices = zip(cast(Sequence[Json], body["choices"]), lists, strict=True)
-        return {**body, "choices": [{**choice, "prompt_logprobs": shown} for choice, shown in choices]}
+    def _of_prompts(self, body: Json, name: str, values: Sequence[JsonValue]) -> Json:
+        choices = zip(cast(Sequence[Json], body["choices"]), values, strict=True)
+        return {**body, "choices": [{**choice, name: value} for choice, value in choices]}
 
     def _name(self, token: common_pb2.TokenLogprob) -> str:
         """The token's text; a part of a character as OpenAI writes it, so that names do not collide."""
-        if self._names_are_ids:
+        if self._shown_as.tokens_as_ids:
             return self._id_name(token)
         raw = self._bytes_of(token)
         try:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tandem_core.errors import InvalidRequestError
 from tandem_core.model.tokenizer import Tokenizer
-from tandem_proto.v1 import common_pb2
+from tandem_proto.v1 import common_pb2, decode_pb2
 
-from tandem_gateway.request import ReceivedRequest, TokenizedRequest
+from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest
 
 #: Of one call, for example 24,966 tokens with 20 alternatives each.
 MAX_VALUES = 2**19
@@ -46,6 +46,15 @@ def echoed_text(
         return prompt
     skips_special = request.sampling.skip_special_tokens
     return tokenizer.decode(request.prompt_token_ids, skip_special_tokens=skips_special)
+
+
+def without_output(event: Event) -> Event:
+    """The event in a call that asks for its prompt alone, from whose answer a token is hidden."""
+    if isinstance(event, decode_pb2.DecodeFinished):
+        reason = common_pb2.FINISH_REASON_LENGTH
+        return decode_pb2.DecodeFinished(choice=event.choice, reason=reason, receipt=event.receipt)
+    logprobs = event.prompt_logprobs if event.HasField("prompt_logprobs") else None
+    return decode_pb2.DecodeChunk(choice=event.choice, prompt_logprobs=logprobs)
 
 
 def rows(logprobs: common_pb2.PromptLogprobs) -> Iterator[list[tuple[int, float]]]:

@@ -24,10 +24,10 @@ from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.grpc_messages import to_messages, to_options, to_tool_choice
-from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text
+from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text, without_output
 from tandem_gateway.errors import PRESENTATIONS
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest, check_call
-from tandem_gateway.tools.answer_parser import AnswerDelta, parsers_of
+from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser, parsers_of
 
 SERVICE_NAME = "tandem.v1.GatewayService"
 RECEIPT_KEY = "tandem-receipt-bin"
@@ -99,61 +99,30 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         started_ns = time.monotonic_ns()
         headers = context.invocation_metadata() or ()
         trace = self._gateway.begin_trace(headers, _kind(request), started_ns=started_ns)
-        try:
-            async with aclosing(self._traced_answer(request, context, kind)) as responses:
-                async for response in responses:
-                    yield response
-        finally:
-            trace.end()
-
-    async def _traced_answer(
-        self, request: _Request, context: CallContext, kind: type[ResponseT]
-    ) -> AsyncGenerator[ResponseT, None]:
-        with self._gateway.counting_refusals():
-            answer, position = await self._find_or_begin(request, context)
-        parsers = parsers_of(answer.record)
         receipts: list[tuple[str, bytes]] = []
-        shown = answer.record.shown
-        #: Before the first text of each choice.
-        echoed = dict(enumerate(list(shown.echoed_texts) * answer.num_choices))
-        async with aclosing(self._answers.read(answer, position)) as events:
-            async for event, event_id, is_seen in events:
-                parser = parsers[event.choice]
-                if isinstance(event, decode_pb2.DecodeChunk):
-                    part = parser.push("" if shown.hides_output else event.text)
-                    prefix = echoed.pop(event.choice, "")
-                    if is_seen:
+        try:
+            with self._gateway.counting_refusals():
+                answer, position = await self._find_or_begin(request, context)
+            parsers, shown = parsers_of(answer.record), answer.record.shown
+            #: By choice, until its first text.
+            echoed = dict(enumerate(list(shown.echoed_texts) * answer.num_choices))
+            async with aclosing(self._answers.read(answer, position)) as events:
+                async for event, event_id, is_seen in events:
+                    if shown.hides_output:
+                        event = without_output(event)
+                    parser = parsers[event.choice]
+                    if isinstance(event, decode_pb2.DecodeChunk):
+                        part = parser.push(event.text)
+                        prefix = echoed.pop(event.choice, "")
+                        if not is_seen:
+                            yield kind(chunk=_chunk(event, part, prefix, event_id))
                         continue
-                    chunk = gateway_pb2.GeneratedChunk(
-                        text=prefix + part.content,
-                        reasoning=part.reasoning,
-                        tool_calls=_to_proto(part),
-                        token_ids=[] if shown.hides_output else event.token_ids,
-                        logprobs=[] if shown.hides_output else event.logprobs,
-                        event_id=event_id,
-                        choice=event.choice,
-                        prompt_logprobs=event.prompt_logprobs if event.HasField("prompt_logprobs") else None,
-                    )
-                    yield kind(chunk=chunk)
-                else:
                     receipts.append((RECEIPT_KEY, event.receipt.SerializeToString()))
                     context.set_trailing_metadata(tuple(receipts))
-                    if is_seen and answer.num_choices > 1:
-                        continue
-                    part = parser.finish()
-                    is_call = parser.has_calls and event.reason == common_pb2.FINISH_REASON_STOP
-                    end = gateway_pb2.GeneratedEnd(
-                        reason=_reason(event, shown, is_call=is_call),
-                        text=part.content,
-                        reasoning=part.reasoning,
-                        tool_calls=_to_proto(part),
-                        stop_reason="" if shown.hides_output else event.stop_reason,
-                        stop_token_id=event.stop_token_id if _shows_stop_token(event, shown) else None,
-                        receipt=event.receipt,
-                        event_id=event_id,
-                        choice=event.choice,
-                    )
-                    yield kind(end=end)
+                    if not is_seen or answer.num_choices == 1:
+                        yield kind(end=_end(event, parser, event_id))
+        finally:
+            trace.end()
 
     async def _find_or_begin(self, request: _Request, context: CallContext) -> tuple[Answer, tuple[int, ...]]:
         """The answer, and the caller's position in it."""
@@ -222,6 +191,37 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         )
 
 
+def _chunk(
+    chunk: decode_pb2.DecodeChunk, part: AnswerDelta, prefix: str, event_id: str
+) -> gateway_pb2.GeneratedChunk:
+    return gateway_pb2.GeneratedChunk(
+        text=prefix + part.content,
+        reasoning=part.reasoning,
+        tool_calls=_to_proto(part),
+        token_ids=chunk.token_ids,
+        logprobs=chunk.logprobs,
+        event_id=event_id,
+        choice=chunk.choice,
+        prompt_logprobs=chunk.prompt_logprobs if chunk.HasField("prompt_logprobs") else None,
+    )
+
+
+def _end(end: decode_pb2.DecodeFinished, parser: AnswerParser, event_id: str) -> gateway_pb2.GeneratedEnd:
+    part = parser.finish()
+    is_call = parser.has_calls and end.reason == common_pb2.FINISH_REASON_STOP
+    return gateway_pb2.GeneratedEnd(
+        reason=common_pb2.FINISH_REASON_TOOL_CALLS if is_call else end.reason,
+        text=part.content,
+        reasoning=part.reasoning,
+        tool_calls=_to_proto(part),
+        stop_reason=end.stop_reason,
+        stop_token_id=end.stop_token_id if end.HasField("stop_token_id") else None,
+        receipt=end.receipt,
+        event_id=event_id,
+        choice=end.choice,
+    )
+
+
 def _to_proto(part: AnswerDelta) -> list[gateway_pb2.ToolCallDelta]:
     return [
         gateway_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
@@ -243,18 +243,6 @@ def _is_echo(request: _Request) -> TypeGuard[gateway_pb2.GenerateRequest]:
 def _wants_only_prompt(request: _Request) -> bool:
     sampling = request.sampling
     return _is_echo(request) and sampling.HasField("max_tokens") and sampling.max_tokens == 0
-
-
-def _reason(
-    end: decode_pb2.DecodeFinished, shown: answers_pb2.ShownAs, *, is_call: bool
-) -> common_pb2.FinishReason.ValueType:
-    if shown.hides_output:
-        return common_pb2.FINISH_REASON_LENGTH
-    return common_pb2.FINISH_REASON_TOOL_CALLS if is_call else end.reason
-
-
-def _shows_stop_token(end: decode_pb2.DecodeFinished, shown: answers_pb2.ShownAs) -> bool:
-    return end.HasField("stop_token_id") and not shown.hides_output
 
 
 def _kind(request: _Request) -> str:
