@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
+from typing import TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
@@ -19,6 +21,9 @@ from tandem_gateway.auth import ApiKeys
 from tandem_gateway.dashboard.ended import SHOWN_PER_SECOND
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.rows import COLUMNS
+
+#: Content and type, by path.
+Files: TypeAlias = Mapping[str, tuple[bytes, str]]
 
 _INTEGER = TypeAdapter(int)
 #: Samples of one answer, about a megabyte: a reader that has none asks several times.
@@ -41,7 +46,7 @@ PAGE_HEADERS = {
 
 def dashboard_routes(history: History, keys: ApiKeys, *, gateway_id: str, model: str) -> list[Route]:
     """`gateway_id` is how the page names this gateway."""
-    files = _static_files()
+    files = static_files(__package__)
     about = {
         "gateway": gateway_id,
         "model": model,
@@ -77,11 +82,7 @@ def dashboard_routes(history: History, keys: ApiKeys, *, gateway_id: str, model:
         return RedirectResponse("dashboard/")
 
     async def page(request: Request) -> Response:
-        path = request.path_params["path"] or "index.html"
-        if path not in files:
-            raise HTTPException(404, "there is no such file")
-        content, content_type = files[path]
-        return Response(content, media_type=content_type, headers=PAGE_HEADERS)
+        return file_response(files, request.path_params["path"] or "index.html")
 
     return [
         Route("/dashboard/data", data),
@@ -90,13 +91,21 @@ def dashboard_routes(history: History, keys: ApiKeys, *, gateway_id: str, model:
     ]
 
 
-def _static_files() -> dict[str, tuple[bytes, str]]:
-    """Content and type by path."""
-    folder = resources.files(__package__) / "static"
-    found = {}
+def static_files(package: str) -> Files:
+    """Reads the files in the folder static/ of a package, once."""
+    folder = resources.files(package) / "static"
+    found: dict[str, tuple[bytes, str]] = {}
     for prefix, directory in (("", folder), ("vendor/", folder / "vendor")):
-        for file in directory.iterdir():
+        for file in directory.iterdir() if directory.is_dir() else ():
             suffix = file.name[file.name.rfind(".") :]
             if file.is_file() and suffix in _CONTENT_TYPES:
                 found[prefix + file.name] = file.read_bytes(), _CONTENT_TYPES[suffix]
     return found
+
+
+def file_response(files: Files, path: str) -> Response:
+    """Raises HTTPException 404."""
+    if path not in files:
+        raise HTTPException(404, "there is no such file")
+    content, content_type = files[path]
+    return Response(content, media_type=content_type, headers=PAGE_HEADERS)
