@@ -123,7 +123,6 @@ def test_on_shared_cores_gateways_come_first_and_prefill_pods_last() -> None:
     by_role = {spec.role: spec.command for spec in plan_fleet(OPTIONS).processes}
     assert by_role["prefill"][by_role["prefill"].index("--nice") + 1] == "6"
     assert by_role["gateway"][by_role["gateway"].index("--nice") + 1] == "-5"
-    assert "--shares-cores" in by_role["gateway"]
     assert "--nice" not in by_role["decode"]
     assert by_role["decode"][by_role["decode"].index("--local-prefill-tokens") + 1] == "1536"
 

@@ -254,7 +254,7 @@ def main() -> None:
     settings = load(GatewaySettings)
     logs.configure(settings, "gateway")
     change_nice(settings.nice)
-    if settings.shares_cores:
+    if settings.nice:
         wait_for_offers()
     try:
         asyncio.run(_serve(settings))

@@ -102,8 +102,6 @@ class GatewaySettings(RedisSettings):
     running answers go on; 0: any age"""
     read_timeout_s: Annotated[float, Field(gt=0)] = 20.0
     """longest time in which a request must have arrived: HTTP headers, HTTP body, gRPC message, each"""
-    max_messages: Annotated[int, Field(ge=1)] = 1024
-    """most messages in one chat"""
     tool_format: FormatSetting = FormatSetting.AUTO
     """form of the model's tool calls; auto: as its chat template shows"""
     split_reasoning: bool = True
@@ -117,11 +115,9 @@ class GatewaySettings(RedisSettings):
     failover_wait_s: Annotated[float, Field(ge=0)] = 30.0
     """longest time that a request waits for a decode pod when none is healthy"""
     nice: Annotated[int, Field(ge=-20, le=19)] = 0
-    """CPU priority against pods on the same machine, -20 first to 19 last; less than 0 needs CAP_SYS_NICE;
+    """CPU priority against pods on the same cores, -20 first to 19 last; less than 0 needs CAP_SYS_NICE. With
+    any value but 0 the gateway also waits for the end of a piece of the pods' work rather than interrupt it;
     `tandem up` sets -5"""
-    shares_cores: bool = False
-    """pods use the same cores, and the gateway takes its turns between two pieces of their work rather than
-    in the middle of one. `tandem up` sets it"""
 
     @model_validator(mode="after")
     def _check_public_ports(self) -> Self:

@@ -108,7 +108,7 @@ def _sampling(**params):
 
 BAD_INPUTS = [
     (gateway_pb2.ChatRequest(), ["messages", "empty"]),
-    (gateway_pb2.ChatRequest(messages=USER * 5), ["messages", "5 messages", "limit of 4"]),
+    (gateway_pb2.ChatRequest(messages=USER * 1025), ["messages", "1025 messages", "limit of 1024"]),
     (gateway_pb2.ChatRequest(messages=USER, slo_class="fast"), ["slo_class", "interactive, chat, batch"]),
     (gateway_pb2.ChatRequest(messages=USER, slo=common_pb2.SloTarget(name="gold")), ["slo_class", "'gold'"]),
     (
@@ -150,7 +150,7 @@ BAD_INPUTS = [
 
 async def test_bad_input_is_refused_with_field_and_limit(pods, gateway, subtests):
     pod = await pods()
-    front = await gateway(pod, max_messages=4)
+    front = await gateway(pod)
     for request, (field, *words) in BAD_INPUTS:
         with subtests.test(field, request=str(request)[:80]):
             method = front.grpc.Chat if isinstance(request, gateway_pb2.ChatRequest) else front.grpc.Generate

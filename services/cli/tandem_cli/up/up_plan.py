@@ -123,7 +123,6 @@ class _Planner:
         # Callers can saturate the public ports; the supervisor must not take that for a hang.
         ports["metrics"] = options.base_port + 400 + index + _METRICS_OFFSET
         flags += ["--metrics-port", str(ports["metrics"]), "--nice", str(_GATEWAY_NICE)]
-        flags += ["--shares-cores"]
         spec = self._process("gateway", f"gateway-{index}", ports, flags)
         return replace(spec, health_target=f"http://{reachable(options.host)}:{ports['metrics']}")
 

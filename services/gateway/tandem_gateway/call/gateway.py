@@ -74,7 +74,9 @@ _TOKENIZING_THREADS = 2
 _MAX_TOKENIZING, _MAX_TOKENIZING_OF_TENANT = 64, 8
 #: JSON writes a control character in six bytes.
 _JSON_ESCAPE_BYTES = 6
-#: Names, parameters, and 1,024 messages' roles.
+#: Messages of one chat.
+MAX_MESSAGES = 1024
+#: Names, parameters, and the messages' roles.
 _OTHER_FIELDS_BYTES = 256 * 1024
 _TOKENIZING_RETRY_S = 1.0
 _MAX_CHECKED_GUIDES = 256
@@ -167,10 +169,9 @@ class Gateway:
         self.check_model(received.model)
         if not messages:
             raise InvalidRequestError("messages", "is empty; send at least one message")
-        limit = self.settings.max_messages
-        if len(messages) > limit:
+        if len(messages) > MAX_MESSAGES:
             raise InvalidRequestError(
-                "messages", f"{len(messages)} messages are over the limit of {limit}; send fewer"
+                "messages", f"{len(messages)} messages are over the limit of {MAX_MESSAGES}; send fewer"
             )
         texts = [text for message in messages for text in message.texts()]
         texts += [json.dumps(tool.definition, ensure_ascii=False) for tool in choice.tools]

@@ -34,7 +34,7 @@ from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.answers.answer import Answer, Sent
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
-from tandem_gateway.call.gateway import Gateway
+from tandem_gateway.call.gateway import MAX_MESSAGES, Gateway
 from tandem_gateway.dialects.messages_models import MessagesBody
 from tandem_gateway.dialects.messages_render import MessagesRenderer
 from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_json
@@ -103,7 +103,7 @@ class OpenAiApi:
             "revision": manifest.revision,
             "limits": {
                 "max_body_bytes": max_body_bytes(self._gateway),
-                "max_messages": settings.max_messages,
+                "max_messages": MAX_MESSAGES,
                 "request_timeout_s": settings.request_timeout_s,
                 "tokens_per_minute": caller.tokens_per_minute,
                 "max_requests": settings.tenant_limits(caller).places,
