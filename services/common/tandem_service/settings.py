@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from tandem_service.discovery import parse_entry
@@ -30,19 +30,22 @@ SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
-def _split_targets(value: object) -> tuple[str, ...]:
-    """ "a:1,k8s://b:2" (or several such strings) -> ("a:1", "k8s://b:2"); ValueError for anything else."""
-    if isinstance(value, str):
-        parts = value.split(",")
-    elif isinstance(value, list | tuple):
-        parts = [part for item in value for part in str(item).split(",")]
-    else:
-        raise ValueError("expected host:port[,host:port...]")
-    return tuple(str(parse_entry(part)) for part in parts if part.strip())
+def _split(value: object) -> tuple[str, ...]:
+    """ "a,b" (or several such strings) -> ("a", "b"); ValueError for anything else."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError("expected one entry, or several separated by commas")
+    return tuple(part.strip() for item in items for part in str(item).split(",") if part.strip())
 
 
+def _targets(entries: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(str(parse_entry(entry)) for entry in entries)
+
+
+#: A field of several texts, given as `one,two`.
+Entries = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 #: A field of several gRPC targets, given as `host:port,k8s://service:port`.
-Targets = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_targets)]
+Targets = Annotated[Entries, AfterValidator(_targets)]
 
 
 class CommonSettings(BaseSettings):

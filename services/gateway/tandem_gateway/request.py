@@ -21,6 +21,7 @@ from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import answers_pb2, decode_pb2
+from tandem_service.interceptors import request_id_or_new
 
 from tandem_gateway.auth import Caller
 from tandem_gateway.errors import ContextLengthError
@@ -35,7 +36,7 @@ Event = decode_pb2.DecodeChunk | decode_pb2.DecodeFinished
 
 @dataclass(frozen=True)
 class ReceivedRequest:
-    """A request without its prompt."""
+    """A request without its prompt, before it is checked."""
 
     request_id: str
     caller: Caller
@@ -51,13 +52,13 @@ class ReceivedRequest:
     timeout_s: float | None = None
     #: "": the mode of the pods.
     speculation: str = ""
-    #: Of this request alone; 0 keeps the class's.
+    #: Objectives of this request; 0 keeps the class's.
     objectives: SloTarget = NO_OBJECTIVES
     #: Texts that the output never contains.
     bad_texts: tuple[str, ...] = ()
-    #: Only so many of the prompt's last tokens are used; -1: as many as fit; None: all.
+    #: Number of the prompt's last tokens to use; -1: as many as fit; None: all.
     truncate_to: int | None = None
-    #: Whether a plain text gets the special tokens that the model expects around one.
+    #: Whether a plain text gets the model's special tokens around it.
     add_special_tokens: bool = True
 
 
@@ -69,7 +70,7 @@ class TenantLimits:
     places: int | None = None
     #: Prompt and output tokens; None: no limit.
     tokens_per_minute: int | None = None
-    #: For its share of the work when tenants want more than there is.
+    #: Share of the work, relative to other tenants, when demand exceeds capacity.
     weight: float = 1.0
 
 
@@ -90,25 +91,25 @@ class TokenizedRequest:
     #: None: the mode of the pods.
     speculation: SpeculationMode | None = None
     limits: TenantLimits = NO_LIMITS
-    #: The answer so far, of a request that is resumed.
+    #: The answer so far, when the request is resumed.
     output_token_ids: tuple[int, ...] = ()
-    #: Whether it ran before; its text then counts no second time for the lookahead service.
+    #: Whether it ran before; then its text does not count again for the lookahead service.
     is_repeated: bool = False
-    #: Whether each event has one token, so that readers who have a part of the answer can go on from there.
+    #: Whether each event has one token, so that readers can resume at any token.
     one_token_events: bool = False
-    #: Its number among those of one call, which are answered together.
+    #: Its number among all choices of the call.
     choice: int = 0
-    #: Its number among those of its prompt.
+    #: Its number among the choices of its prompt.
     rank: int = 0
-    #: Seconds from its arrival until its first token is due; None: as its objectives say.
+    #: Seconds from arrival until the first token is due; None: by its objectives.
     due_s: float | None = None
-    #: Of a chat: how its text is taken apart; None: everything is content.
+    #: How a chat's text is parsed; None: everything is content.
     form: answers_pb2.AnswerForm | None = field(default=None, compare=False)
     _block_hashes: dict[int, list[ChainHash]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def due(self) -> float:
-        """When its first token should be there. One without an objective gets its turn nevertheless."""
+        """When the first token is due. Requests without objectives have a late deadline."""
         if self.due_s is not None:
             return self.arrived + self.due_s
         return self.arrived + (self.slo.ttft_s or self.slo.e2e_s or DEFAULT_DUE_S)
@@ -123,7 +124,7 @@ class TokenizedRequest:
         return bool(self.slo.ttft_s or self.slo.tpot_s or self.slo.e2e_s)
 
     def block_hashes(self, block_size: int) -> list[ChainHash]:
-        """Of the prompt's full blocks; none without blocks."""
+        """Hashes of the prompt's full blocks; none if `block_size` is 0."""
         if block_size not in self._block_hashes:
             salt = cache_salt(self.tenant, model_revision="")
             hashes = hash_prefixes(salt, self.prompt_token_ids, block_size) if block_size else []
@@ -148,20 +149,30 @@ def check_call(num_choices: int, *, beam_width: int | None, echoes: bool, detoke
         raise InvalidRequestError("echo", "shows the prompt's text, so it excludes detokenize: false")
 
 
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidRequestError unless it is empty or an id that logs and pods can use."""
+    if request_id and request_id_or_new(request_id) != request_id:
+        raise InvalidRequestError(
+            "request_id", "must be 1 to 128 letters, digits and . _ : / -; or leave it out"
+        )
+
+
 def num_choices_of(record: answers_pb2.AnswerRecord) -> int:
     """Choices of all prompts of an answer."""
     return (1 + len(record.more_requests)) * (record.num_choices or 1)
 
 
 def with_seed(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The given fields; a random seed if there is none, which all prompts of a call share."""
+    """Adds a random seed, which all prompts of a call share, unless one is given."""
     return {"seed": secrets.randbits(63), **sampling}
 
 
 def choices_of(prompts: Sequence[TokenizedRequest], num_choices: int) -> tuple[TokenizedRequest, ...]:
-    """The requests of one call: so many for each prompt, numbered prompt by prompt. Each is the request that
-    a caller would send alone with the seed + i, but that a prompt's log probabilities come with its
-    first; those of a beam search are run once for each prompt."""
+    """The requests of one call: `num_choices` for each prompt, numbered prompt by prompt.
+
+    Choice i of a prompt equals a separate request with seed + i, except that only the first choice gets the
+    prompt's log probabilities. A beam search runs once for each prompt.
+    """
     return tuple(
         prompt
         if not number

@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field, model_validator
-from pydantic_settings import NoDecode
+from pydantic import AfterValidator, Field, model_validator
 from tandem_service.channels import MAX_MESSAGE_BYTES
-from tandem_service.settings import Port, RedisSettings, Targets
+from tandem_service.settings import Entries, Port, RedisSettings, Targets
 from tandem_service.tls import PemFiles, Role, ServerTls, is_loopback
 
 from tandem_gateway.auth import Caller
@@ -18,12 +17,8 @@ from tandem_gateway.request import TenantLimits
 from tandem_gateway.tools.detect import FormatSetting
 
 
-def _split_origins(value: object) -> tuple[str, ...]:
-    """ValueError for what no browser sends as an origin."""
-    given = value.split(",") if isinstance(value, str) else value
-    if not isinstance(given, list | tuple):
-        raise ValueError("expected https://host[:port][,...] or *")
-    origins = tuple(str(part).strip() for item in given for part in str(item).split(",") if part.strip())
+def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    """ValueError for a value that no browser sends as an origin."""
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ValueError(f"{origin!r} is no origin; give https://host[:port] without a path, or *")
@@ -32,11 +27,11 @@ def _split_origins(value: object) -> tuple[str, ...]:
 
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
 #: A field of several origins.
-Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_origins)]
+Origins = Annotated[Entries, AfterValidator(_check_origins)]
 
 
 class Policy(enum.StrEnum):
-    """How requests are admitted; the last two are there to be compared with."""
+    """How requests are admitted; the last two are for comparisons."""
 
     PREDICT = "predict"
     FIFO = "fifo"
@@ -56,7 +51,7 @@ class GatewaySettings(RedisSettings):
     model: Path
     """model folder with tandem.json and tokenizer.json"""
     max_model_len: Annotated[int, Field(ge=0)] = 0
-    """longest text, prompt and answer, in tokens, as of the pods; 0: the model's context"""
+    """longest text, prompt and answer, in tokens, the same as for the pods; 0: the model's context"""
     decode: Annotated[Targets, Field(min_length=1)]
     """decode pods, host:port[,host:port...]; a DNS name means all its addresses, k8s://SERVICE:PORT the
     pods of a Kubernetes Service"""
@@ -67,15 +62,15 @@ class GatewaySettings(RedisSettings):
     max_in_flight: Annotated[int, Field(ge=1)] = 128
     """most requests on the decode pods at a time"""
     admission: Policy = Policy.PREDICT
-    """predict: refuse what would miss its objectives; fifo: in order of arrival; ttl: fifo, but refuse who
-    waited longer than its TTFT objective"""
+    """predict: refuse requests that would miss their objectives; fifo: in order of arrival; ttl: fifo, but
+    refuse requests that waited longer than their TTFT objective"""
     slo_slack: Annotated[float, Field(ge=0)] = 3.0
-    """objectives are at least so many times what the request would take without load; 0: as they are"""
+    """widen objectives to at least this multiple of what the request takes without load; 0: never"""
     slo_ttft_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.99
     """a request is admitted if this quantile of the predicted time to its first token meets its objective;
-    less admits more requests, and of them more are late"""
+    a lower value admits more requests, of which more are late"""
     slo_end_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
-    """the same of its end, and of the ends of others that would run beside it"""
+    """as slo_ttft_confidence, for the end of the request and the ends of requests in the same batch"""
     slo_classes_file: Path | None = None
     """JSON object of SLO classes with ttft_ms, tpot_ms, e2e_ms, strict; the first is the default; unset:
     interactive, chat, batch"""
@@ -107,11 +102,11 @@ class GatewaySettings(RedisSettings):
     split_reasoning: bool = True
     """show <think>...</think> at an answer's beginning as reasoning_content, if the chat template has it"""
     resume_ttl_s: Annotated[float, Field(ge=0)] = 120.0
-    """seconds for which a cut stream can be resumed, or an answer be asked for again by its key; 0: never"""
+    """seconds for which a client can resume a cut stream, or get an answer again by its key; 0: never"""
     resume_max_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20
-    """memory for such answers; beyond, the oldest are dropped"""
+    """memory for these answers; beyond it the oldest are dropped"""
     poll_interval_s: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """seconds between polls of each pod; at most 2, since nothing is predicted from what is 5 s old"""
+    """seconds between polls of each pod; at most 2, since predictions ignore reports older than 5 s"""
     failover_wait_s: Annotated[float, Field(ge=0)] = 30.0
     """longest time that a request waits for a decode pod when none is healthy"""
     nice: Annotated[int, Field(ge=-20, le=19)] = 0
@@ -144,11 +139,11 @@ class GatewaySettings(RedisSettings):
         return self.grpc_port
 
     def num_places(self) -> int:
-        """Requests that are in flight or in the queue at most."""
+        """Most requests in flight and in the queue together."""
         return self.max_in_flight + self.max_queue
 
     def tenant_limits(self, caller: Caller) -> TenantLimits:
-        """Of the places those that the caller's tenant may take, and what its key says."""
+        """The limits of the caller's key; its places default to the tenant share."""
         places = None
         if not caller.is_anyone:
             places = caller.max_requests or max(1, round(self.tenant_share * self.num_places()))

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
-from pydantic_settings import NoDecode
-from tandem_service.settings import PodSettings, RedisSettings
+from pydantic import Field
+from tandem_service.settings import Entries, PodSettings, RedisSettings
 from tandem_service.tls import Role
-
-
-def _split(value: object) -> tuple[str, ...]:
-    """ "a,b" (or several such strings) -> ("a", "b")."""
-    items = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
-    return tuple(name.strip() for item in items for name in str(item).split(",") if name.strip())
-
-
-#: Tenants, given as `one,other`.
-Tenants = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 
 
 class LookaheadSettings(PodSettings, RedisSettings):
@@ -27,7 +16,7 @@ class LookaheadSettings(PodSettings, RedisSettings):
 
     min_requests: Annotated[int, Field(ge=1, le=16)] = 2
     """distinct requests of a tenant that must generate a text before it is shared; 1: shared at once"""
-    share_prompts: Tenants = ()
+    share_prompts: Entries = ()
     """tenants whose prompts are shared like their outputs, as tenant,tenant...; empty: none"""
     max_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20
     """memory for the text of one namespace, 32 bytes per token; beyond, the least valuable text is dropped"""

@@ -6,23 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
-from pydantic_settings import NoDecode
+from pydantic import Field
 from tandem_engine.assemble import EngineConfig
-from tandem_service.settings import PodSettings
-
-
-def _split(value: object) -> object:
-    """ "a,b" (or several such strings) -> ("a", "b")."""
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list | tuple):
-        return value
-    return tuple(part.strip() for item in value for part in str(item).split(",") if part.strip())
-
-
-#: A field of several texts, given as `one,two`.
-Entries = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+from tandem_service.settings import Entries, PodSettings
 
 
 class EnginePodSettings(PodSettings):

@@ -20,12 +20,11 @@ from tandem_core.guide import Guide
 from tandem_core.model.conversation import ChatOptions, Message, Turn
 from tandem_core.sampling import SamplingParams
 from tandem_proto.v1 import answers_pb2
-from tandem_service.interceptors import request_id_or_new
 
 from tandem_gateway.dialects.openai_guides import ResponseFormat, StructuredOutputs, only
 from tandem_gateway.dialects.openai_messages import Body, ChatTurn, to_messages, to_tool_choice
 from tandem_gateway.errors import UnsupportedFieldError
-from tandem_gateway.request import MAX_CHOICES, check_call
+from tandem_gateway.request import MAX_CHOICES, check_call, check_request_id
 from tandem_gateway.tools.choice import ToolChoice, check_levels
 
 #: Fields of the API without an effect on the answer. `spaces_between_special_tokens` has none in vLLM either
@@ -170,8 +169,7 @@ class _CommonBody(_SamplingBody):
             raise InvalidRequestError(
                 "truncate_prompt_tokens", f"is {limit}; it must be at least 1, or -1 for as many as fit"
             )
-        if self.request_id is not None and request_id_or_new(self.request_id) != self.request_id:
-            raise InvalidRequestError("request_id", "must be 1 to 128 letters, digits and . _ : / -")
+        check_request_id(self.request_id or "")
         return self
 
     @property

@@ -41,7 +41,7 @@ from tandem_gateway.auth import ApiKeys
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.sse import json_bytes
 from tandem_gateway.edge.grpc_api import STATUS_CODES, GatewayServicer, caller_of
-from tandem_gateway.edge.http_stream import ClientGoneError, send_within, until_disconnect
+from tandem_gateway.edge.http_stream import ClientGoneError, PartedResponse, until_disconnect
 from tandem_gateway.edge.request_body import check_values, max_body_bytes, read_bytes
 from tandem_gateway.errors import DeadlineError
 
@@ -235,7 +235,7 @@ class ConnectApi:
         return await codec.decode(raw)
 
 
-class _StreamResponse(Response):
+class _StreamResponse(PartedResponse):
     """Calls the method while it responds. Ends the call when the client disconnects or does not read."""
 
     def __init__(
@@ -245,11 +245,7 @@ class _StreamResponse(Response):
         handler: Callable[..., AsyncGenerator[Message, None]],
         request: Request,
     ) -> None:
-        super().__init__(
-            media_type=f"application/connect+{codec.name}",
-            headers={"x-accel-buffering": "no", **_named(request)},
-        )
-        del self.headers["content-length"]  # Response counts its empty body
+        super().__init__(f"application/connect+{codec.name}", _named(request))
         self._api = api
         self._codec = codec
         self._handler = handler
@@ -258,9 +254,7 @@ class _StreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         end: dict[str, object] = {}
         try:
-            await send_within(
-                send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            )
+            await self.start(send)
             try:
                 async with self._api.received(self._request, self._codec) as (message, context):
                     await until_disconnect(receive, self._send_all(self._handler(message, context), send))
@@ -275,15 +269,14 @@ class _StreamResponse(Response):
             if shown:
                 end["metadata"] = shown
             body = envelope(json_bytes(end), _END_STREAM)
-            await send_within(send, {"type": "http.response.body", "body": body, "more_body": False})
+            await self.send_part(send, body, is_last=True)
         except (ClientDisconnect, ClientGoneError):
             return
 
     async def _send_all(self, responses: AsyncGenerator[Message, None], send: Send) -> None:
         async with aclosing(responses):
             async for response in responses:
-                body = envelope(await self._codec.encode(response))
-                await send_within(send, {"type": "http.response.body", "body": body, "more_body": True})
+                await self.send_part(send, envelope(await self._codec.encode(response)))
 
 
 def _shown(

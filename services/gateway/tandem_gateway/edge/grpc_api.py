@@ -17,7 +17,7 @@ import grpc
 from tandem_core.codec import given_sampling, slo_from_proto
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2, gateway_pb2, gateway_pb2_grpc
-from tandem_service.interceptors import Metadata, current_request_id, request_id_or_new
+from tandem_service.interceptors import Metadata, current_request_id
 
 from tandem_gateway.answers.answer import Answer
 from tandem_gateway.answers.answers import Answers
@@ -26,7 +26,7 @@ from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.grpc_messages import to_messages, to_options, to_tool_choice
 from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text, without_output
 from tandem_gateway.errors import PRESENTATIONS
-from tandem_gateway.request import ReceivedRequest, TokenizedRequest, check_call
+from tandem_gateway.request import ReceivedRequest, TokenizedRequest, check_call, check_request_id
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser, parsers_of
 
 SERVICE_NAME = "tandem.v1.GatewayService"
@@ -164,10 +164,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     def _received(self, request: _Request, context: CallContext) -> ReceivedRequest:
         arrived = time.monotonic()
         caller = self._caller(context)
-        if request.request_id and request_id_or_new(request.request_id) != request.request_id:
-            raise InvalidRequestError(
-                "request_id", "must be 1 to 128 letters, digits and . _ : / -; or leave it empty"
-            )
+        check_request_id(request.request_id)
         sampling = given_sampling(request.sampling)
         beams = sampling.get("beam_search")
         check_call(

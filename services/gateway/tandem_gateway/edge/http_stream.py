@@ -8,7 +8,7 @@ not read for `send_timeout_s` counts as disconnected, because it would keep its 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -45,28 +45,43 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def send_within(send: Send, message: Message, timeout_s: float = _SEND_TIMEOUT_S) -> None:
-    """Raises ClientGoneError when the client does not read."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await send(message)
-    except TimeoutError:
-        raise ClientGoneError from None
-
-
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class EventStream(Response):
+class PartedResponse(Response):
+    """A response whose body is sent in parts. Raises ClientGoneError when the client does not read one."""
+
+    def __init__(
+        self, media_type: str, headers: Mapping[str, str], send_timeout_s: float = _SEND_TIMEOUT_S
+    ) -> None:
+        super().__init__(media_type=media_type, headers={"x-accel-buffering": "no", **headers})
+        del self.headers["content-length"]  # Response counts its empty body
+        self._send_timeout_s = send_timeout_s
+
+    async def start(self, send: Send) -> None:
+        message = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await self._send_within(send, message)
+
+    async def send_part(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
+        message = {"type": "http.response.body", "body": body, "more_body": not is_last}
+        await self._send_within(send, message)
+
+    async def _send_within(self, send: Send, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientGoneError from None
+
+
+class EventStream(PartedResponse):
     """Streams `events`; closes it when the client disconnects.
 
     `source` is the generator that `events` reads. It is closed here too, because `events` does not run its
     own clean-up if it never started.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -76,12 +91,10 @@ class EventStream(Response):
         source: AsyncGenerator[object, None],
         send_timeout_s: float = _SEND_TIMEOUT_S,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]  # Response counts its empty body
+        super().__init__("text/event-stream", {"cache-control": "no-cache"}, send_timeout_s)
         self._receive = request.receive
         self._events = events
         self._source = source
-        self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -91,11 +104,7 @@ class EventStream(Response):
             return
 
     async def _send_all(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await self._send(send, start)
+        await self.start(send)
         async for event in self._events:
-            await self._send(send, {"type": "http.response.body", "body": event, "more_body": True})
-        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, message: Message) -> None:
-        await send_within(send, message, self._send_timeout_s)
+            await self.send_part(send, event)
+        await self.send_part(send, b"", is_last=True)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict
 from starlette.requests import Request
@@ -60,6 +62,9 @@ class DetokenizeBody(JsonBody):
     tokens: list[int]
 
 
+BodyT = TypeVar("BodyT", TokenizeBody, DetokenizeBody)
+
+
 class TokenizeApi:
     def __init__(self, gateway: Gateway, keys: ApiKeys, calls: OpenCalls) -> None:
         self._gateway = gateway
@@ -70,11 +75,17 @@ class TokenizeApi:
             Route("/detokenize", self._detokenize, methods=["POST"]),
         ]
 
-    async def _tokenize(self, request: Request) -> JSONResponse:
+    @asynccontextmanager
+    async def _body(self, request: Request, kind: type[BodyT]) -> AsyncIterator[tuple[Caller, BodyT]]:
+        """Around a call: who calls, and the body. Raises InvalidRequestError, GatewayError."""
         caller = self._keys.authenticate(request.headers.get("authorization", ""))
         with self._calls.hold(caller):
-            body = parse_json(TokenizeBody, await read_body(request, self._gateway))
+            body = parse_json(kind, await read_body(request, self._gateway))
             self._gateway.check_model(body.model or "")
+            yield caller, body
+
+    async def _tokenize(self, request: Request) -> JSONResponse:
+        async with self._body(request, TokenizeBody) as (caller, body):
             tokens = await until_disconnect(request.receive, self._tokens(request, caller, body))
         tokenizer = self._gateway.tokenizer
         return JSONResponse(
@@ -102,10 +113,7 @@ class TokenizeApi:
         return list(prepared.prompt_token_ids)
 
     async def _detokenize(self, request: Request) -> JSONResponse:
-        caller = self._keys.authenticate(request.headers.get("authorization", ""))
-        with self._calls.hold(caller):
-            body = parse_json(DetokenizeBody, await read_body(request, self._gateway))
-            self._gateway.check_model(body.model or "")
+        async with self._body(request, DetokenizeBody) as (_, body):
             manifest, tokens = self._gateway.manifest, body.tokens
             if len(tokens) > manifest.max_model_len:
                 raise InvalidRequestError(

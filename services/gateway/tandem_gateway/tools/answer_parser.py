@@ -15,7 +15,7 @@ from tandem_proto.v1 import answers_pb2
 
 from tandem_gateway.request import num_choices_of
 from tandem_gateway.tools.calls_parser import CallsParser
-from tandem_gateway.tools.detect import FORMATS
+from tandem_gateway.tools.formats import FORMATS
 from tandem_gateway.tools.reasoning import ReasoningSplitter
 
 

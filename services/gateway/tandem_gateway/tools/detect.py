@@ -7,13 +7,8 @@ from collections.abc import Sequence
 
 from tandem_core.model.tokenizer import Tokenizer
 
-from tandem_gateway.tools.formats import ToolFormat
-from tandem_gateway.tools.hermes import HERMES
-from tandem_gateway.tools.llama3 import LLAMA3
-from tandem_gateway.tools.mistral import MISTRAL, MISTRAL_ARGS
+from tandem_gateway.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
 from tandem_gateway.tools.reasoning import CLOSE, OPEN
-
-FORMATS = {tool_format.name: tool_format for tool_format in (HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS)}
 
 
 class FormatSetting(enum.StrEnum):
