@@ -5,6 +5,6 @@ call        runs one request from its tokens to its receipt
 answers     keeps the events of answers, so that cut streams can be resumed
 dashboard   the live page
 admission   decides when a request starts, or refuses it
-dialects    reads and renders each API's form; tools: tool calls and reasoning in texts
-fleet       the pods: their health and load, and which of them a request goes to
+dialects    parses and renders each API's format; tools: tool calls and reasoning in texts
+fleet       the pods: health, load and routing
 """

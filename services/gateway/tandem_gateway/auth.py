@@ -5,10 +5,10 @@ The keys file has one JSON object per line, with digests only:
     {"key_sha256": "9f86d0...", "tenant": "acme", "slo_classes": ["interactive", "batch"]}
 
 `slo_classes` is optional (default: all); its first is the caller's default. `min_ttft_ms`, `min_tpot_ms` and
-`min_e2e_ms` bound the objectives that a request may ask for; `weight` (1) is the tenant's share of the work
-when tenants want more than there is. `"operator": true` lets the key see the dashboard and /metrics, which
-show the requests of all tenants. A changed file is read again within seconds. Without a keys file every
-caller is the tenant "default" and may see them.
+`min_e2e_ms` bound the objectives that a request may ask for; `weight` (1) is the tenant's relative share of
+the work when demand exceeds capacity. `"operator": true` gives the key access to the dashboard and /metrics,
+which show the requests of all tenants. A changed file is read again within seconds. Without a keys file every
+caller is the tenant "default" with access to everything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tandem_core.slo import DEFAULT_SLO_CLASSES, LONGEST_OBJECTIVE_S, NO_OBJECTI
 
 from tandem_gateway.errors import ForbiddenError, GatewayError, UnauthenticatedError
 
-#: Between two looks at the file.
+#: Time between two checks of the file.
 _FOLLOW_S = 2.0
 
 
@@ -37,23 +37,23 @@ class Caller:
 
     tenant: str
     slo_classes: tuple[str, ...] = ()
-    #: All that there are.
+    #: All configured classes.
     known_classes: Mapping[str, SloTarget] = field(default_factory=lambda: DEFAULT_SLO_CLASSES)
-    #: Most requests of the tenant at once; None: the share of the gateway's settings.
+    #: Most requests of the tenant at once; None: the share in the gateway's settings.
     max_requests: int | None = None
-    #: Prompt and output tokens of the tenant; None: no limit.
+    #: Limit on the tenant's prompt and output tokens; None: no limit.
     tokens_per_minute: int | None = None
-    #: Of the tenant, for its share of the work when all want more than there is.
+    #: The tenant's relative share of the work when demand exceeds capacity.
     weight: float = 1.0
-    #: The tightest objectives that its requests may ask for; 0: any.
+    #: Tightest objectives that requests may ask for; 0: any.
     tightest: SloTarget = NO_OBJECTIVES
-    #: Whether there are no tenants to protect from each other.
+    #: Whether all callers are one tenant, because no keys are required.
     is_anyone: bool = False
-    #: Whether it may see what concerns all tenants.
+    #: Whether it may see data of all tenants.
     is_operator: bool = False
 
     def slo(self, name: str, objectives: SloTarget) -> SloTarget:
-        """The class `name`, "" for the default, with the objectives that the request has itself.
+        """The class `name`, "" for the default, with the request's own objectives.
 
         Raises InvalidRequestError, ForbiddenError.
         """
@@ -90,7 +90,7 @@ class KeyFileError(Exception):
 
 
 def _version(path: Path | None) -> tuple[int, int, int] | None:
-    """Changes with the file; a mounted Secret is another file after each change. None: no file."""
+    """Identifies the file's content; a changed mounted Secret has another inode. None: no file."""
     try:
         status = None if path is None else path.stat()
     except OSError:
@@ -124,17 +124,17 @@ class ApiKeys:
         version: tuple[int, int, int] | None = None,
     ) -> None:
         """`callers` by SHA-256 digest of their key; None: no key is required, and each caller is `anyone`.
-        `path` is the file that they come from, `version` what `_version` said before it was read."""
+        `path` is their file, `version` its `_version` before it was read."""
         self._callers = callers
         self._anyone = anyone
         self._path = path
         self._version = version
-        #: Called with the error of each caller that is turned away.
+        #: Called with the error of each refused caller.
         self.on_refusal: Callable[[GatewayError], None] = lambda _: None
 
     @property
     def slo_classes(self) -> Mapping[str, SloTarget]:
-        """All that there are."""
+        """All configured classes."""
         return self._anyone.known_classes
 
     @classmethod
@@ -192,8 +192,8 @@ class ApiKeys:
             self.refresh()
 
     def refresh(self) -> None:
-        """Takes the file as it is now; a damaged one is not taken, with a warning. Answers that run with a
-        key that is gone go on."""
+        """Reads the file again if it changed. A damaged file changes nothing and logs a warning. Running
+        answers of removed keys continue."""
         version = _version(self._path)
         if version == self._version:
             return
@@ -202,7 +202,7 @@ class ApiKeys:
         try:
             fresh = ApiKeys.load(self._path, self.slo_classes)
         except KeyFileError as error:
-            log.warning("changed API keys are not taken; those before stay in force", reason=str(error))
+            log.warning("changed API keys file is damaged; the earlier keys stay valid", reason=str(error))
             return
         self._callers = fresh._callers
         log.info("API keys read again", num_keys=len(fresh._callers or ()))
@@ -232,7 +232,7 @@ class ApiKeys:
         return found
 
     def authenticate_operator(self, authorization: str) -> Caller:
-        """As `authenticate`; raises ForbiddenError for a key that is not an operator's."""
+        """Like `authenticate`; raises ForbiddenError for a key that is not an operator's."""
         caller = self.authenticate(authorization)
         if not caller.is_operator:
             error = ForbiddenError(

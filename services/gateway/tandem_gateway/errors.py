@@ -5,16 +5,16 @@ TandemError
 │   ├── UnsupportedFieldError                                 INVALID_ARGUMENT     400
 │   ├── ContextLengthError                                    INVALID_ARGUMENT     400
 │   ├── BodyTooLargeError                                     INVALID_ARGUMENT     413
-│   ├── BodyTimeoutError        it arrives too slowly         INVALID_ARGUMENT     408
+│   ├── BodyTimeoutError        arrives too slowly            INVALID_ARGUMENT     408
 │   ├── UnknownModelError                                     NOT_FOUND            404
-│   ├── AnswerNotFoundError     of the id of an event         NOT_FOUND            404
+│   ├── AnswerNotFoundError     no answer of this event id    NOT_FOUND            404
 │   └── IdempotencyKeyError     used for another request      ALREADY_EXISTS       422
 └── GatewayError                the gateway or a pod failed   INTERNAL             500
     ├── UnauthenticatedError    no key or a wrong one         UNAUTHENTICATED      401
-    ├── ForbiddenError          the key may not do that       PERMISSION_DENIED    403
+    ├── ForbiddenError          the key does not allow it     PERMISSION_DENIED    403
     ├── OverloadedError         queue full, pod full          RESOURCE_EXHAUSTED   429 + Retry-After
     ├── DeadlineError           the deadline passed           DEADLINE_EXCEEDED    504
-    ├── UnavailableError        no decode pod, or it died     UNAVAILABLE          503 + Retry-After
+    ├── UnavailableError        no decode pod, or it failed   UNAVAILABLE          503 + Retry-After
     │   └── AnswerGivenUpError  Redis has lost the answer
     ├── CrashingRequestError    two pods crashed with it      FAILED_PRECONDITION  422
     └── UpstreamError           the pod failed otherwise      INTERNAL             500
@@ -31,7 +31,7 @@ import grpc
 from tandem_core.contracts import RefusalReason as RefusalReason
 from tandem_core.errors import InvalidRequestError, TandemError
 
-#: Message of the cancellation of requests that a gateway ends, which no client has left.
+#: Message of the cancellation when the gateway, not the client, ends a request.
 GATEWAY_STOPS = "the gateway is stopping"
 
 
@@ -101,7 +101,7 @@ class ForbiddenError(GatewayError):
 
 
 class OverloadedError(GatewayError):
-    """Refused at once; it is expected to be admitted in `retry_after_s` seconds. None: at no time."""
+    """Refused at once; a retry is expected to succeed after `retry_after_s` seconds. None: never."""
 
     def __init__(self, message: str, retry_after_s: float | None, reason: RefusalReason) -> None:
         super().__init__(message)
@@ -114,15 +114,14 @@ class DeadlineError(GatewayError):
 
 
 class UnavailableError(GatewayError):
-    """No decode pod is healthy, or the pod died during the request."""
+    """No decode pod is healthy, or the pod failed during the request."""
 
     #: A pod restarts in seconds.
     retry_after_s = 2.0
 
 
 class AnswerGivenUpError(UnavailableError):
-    """The store has lost the answer, or has another one in its place, so that the part that is here cannot be
-    continued."""
+    """The store has lost or replaced the answer, so the part in memory cannot be continued."""
 
 
 class CrashingRequestError(GatewayError):
@@ -130,10 +129,10 @@ class CrashingRequestError(GatewayError):
 
 
 class UpstreamError(GatewayError):
-    """A pod failed with a status that means neither a wrong request nor an outage."""
+    """A pod failed with a status that indicates neither a wrong request nor an outage."""
 
 
-#: All errors of a request; the message is one sentence for the caller.
+#: All errors of a request; each message is one sentence for the caller.
 REQUEST_ERRORS = (InvalidRequestError, GatewayError)
 
 

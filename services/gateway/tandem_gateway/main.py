@@ -47,9 +47,9 @@ from tandem_gateway.fleet.unloaded import kept_unloaded
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.settings import GatewaySettings
 
-#: The end of a drain, in which streams that did not finish get their last event.
+#: Reserved at the end of a drain for the last events of streams that did not finish.
 _LAST_EVENTS_S = 1.0
-#: How often metrics show what is predicted of a new prompt, at most.
+#: Shortest time between two updates of the predicted TTFT in the metrics.
 _SHOW_EVERY_S = 1.0
 
 
@@ -82,7 +82,7 @@ class GatewayProcess:
             max_connections=settings.max_connections,
             max_connection_age_s=settings.max_connection_age_s,
         )
-        # It is ready without pods: it holds what comes, or refuses it with a retry-after.
+        # It is ready without pods: it queues requests, or refuses them with a retry-after.
         self._server.is_ready = lambda: not self._server.draining.is_set()
         metrics = GatewayMetrics(
             self._server.registry, model_name=tokenizer.manifest.name, slo_classes=keys.slo_classes
@@ -110,8 +110,8 @@ class GatewayProcess:
         metrics.watch(admission, self._fleet)
         self._metrics, self._admission = metrics, admission
         self._max_tokens = tokenizer.manifest.max_model_len
-        #: Roles with healthy pods, when it was last said what these keep.
-        self._said_of: set[Role] = set()
+        #: Roles that had healthy pods when objectives without load were last logged.
+        self._logged_roles: set[Role] = set()
         history, ended = History(), EndedRequests()
         self._sampler = Sampler(history, metrics, admission, self._fleet, ended)
         gateway = Gateway(
@@ -182,35 +182,35 @@ class GatewayProcess:
         await self._close()
 
     async def stop(self) -> None:
-        """As after a signal."""
+        """Stops as after a signal."""
         await self._server.stop()
         await self._close()
 
     async def _follow_fleet(self) -> None:
-        """Says whether requests would be served, and what is predicted of them."""
+        """Updates the health check, and the predictions in metrics and log."""
         log = structlog.get_logger("tandem.gateway")
         shown_at = -math.inf
         while not self._server.draining.is_set():
             try:
                 self._server.set_serving(bool(self._fleet.healthy(Role.DECODE)))
-                # Pods report after each step, and a prediction takes a good part of a millisecond.
+                # Pods report after each step, and a prediction takes up to a millisecond.
                 if (now := time.monotonic()) >= shown_at + _SHOW_EVERY_S:
                     shown_at = now
                     self._metrics.show_prediction(self._admission)
-                self._say_what_is_kept(log)
+                self._log_unloaded(log)
             except Exception:
-                # Else the health check would say for ever what it said last.
+                # Without this the health check would keep its last answer forever.
                 log.exception("the state of the fleet could not be shown")
             await self._fleet.wait_for_change(self._settings.poll_interval_s)
 
-    def _say_what_is_kept(self, log: structlog.stdlib.BoundLogger) -> None:
-        """Of the objectives, without load: once for all roles of which pods are healthy."""
+    def _log_unloaded(self, log: structlog.stdlib.BoundLogger) -> None:
+        """Logs which objectives can be met without load, once all listed roles have healthy pods."""
         roles = {role for role in Role if self._fleet.healthy(role)}
-        if roles != {pod.role for pod in self._fleet.pods()} or roles <= self._said_of:
+        if roles != {pod.role for pod in self._fleet.pods()} or roles <= self._logged_roles:
             return
         kept = kept_unloaded(self._fleet, self._metrics.slo_classes, self._max_tokens)
         if kept is not None:
-            self._said_of = roles
+            self._logged_roles = roles
             for name, objectives in kept.items():
                 log.info("objectives without load", slo_class=name, **objectives)
 
@@ -218,13 +218,13 @@ class GatewayProcess:
         await self._server.draining.wait()
         self._http.close_after_responses()
         deadline = time.monotonic() + self._settings.drain_s
-        # Until then new requests get a 503, which a client can tell from an outage.
+        # Until then new requests get a 503, which clients can distinguish from an outage.
         await self._answers_ended.wait()
         await self._http.stop(max(0.0, deadline - time.monotonic()))
 
     async def _end_answers(self) -> None:
-        """Lets the running answers finish. What still runs shortly before the end of the drain, or at a
-        second signal, ends with an error that tells clients how to go on."""
+        """Waits for running answers. Those that still run shortly before the end of the drain, or at a second
+        signal, end with an error that names the remedy."""
         try:
             drain_s = self._settings.drain_s
             async with asyncio.timeout(max(0.0, drain_s - min(_LAST_EVENTS_S, drain_s / 2))):

@@ -1,7 +1,9 @@
-"""Prometheus metrics of the gateway. SLO attainment counts every well-formed request, also refused and failed
-ones. Each one received becomes one met or one miss, but for those that say nothing of the service: refused
-for what their tenants themselves have used, found invalid, or left by their clients while all objectives were
-kept."""
+"""Prometheus metrics of the gateway.
+
+SLO attainment counts every well-formed request, also refused and failed ones, as one met or one miss. Three
+kinds are not counted, because they say nothing about the service: requests over their tenant's own quota,
+requests found invalid later, and requests that their clients left while all objectives were kept.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ from tandem_gateway.errors import (
 from tandem_gateway.fleet.pods import Fleet, Role
 from tandem_gateway.request import NS_PER_S, TokenizedRequest
 
-#: Prompt length that the gauge of the predicted TTFT assumes.
+#: Prompt length for the gauge of the predicted TTFT.
 _PREDICTED_PROMPT_TOKENS = 4096
 _STAGES = ("queue", "prefill", "transfer", "decode", "failover")
-#: vLLM's reasons of the end of an answer, for those of ours.
+#: vLLM's finish reasons by ours.
 _FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
-#: Of requests that ended otherwise. Those that are not here were never begun.
+#: vLLM's finish reasons of requests without a complete answer. Outcomes that are missing here never begin.
 _ENDED_EARLY = {
     Outcome.CANCELLED: "abort",
     Outcome.DEADLINE: "abort",
@@ -51,15 +53,15 @@ _MISS_CAUSES = (
     *CAUSES,
     *(o.value for o in Outcome if o not in (Outcome.OK, Outcome.UNAUTHENTICATED, Outcome.INVALID)),
 )
-#: Refusals for what the tenant itself has used, whatever the load.
+#: Refusals that depend on the tenant's own use alone, not on the load.
 _QUOTAS = frozenset({RefusalReason.TENANT_REQUESTS, RefusalReason.TENANT_TOKENS})
 
 
 class TenantCounter:
     """A counter whose series have class and tenant as their first labels.
 
-    The dashboard adds them up by class each second. From a counter of prometheus_client that takes 18 ms of
-    the event loop with a hundred tenants, so the values are kept here.
+    The dashboard sums them by class each second. With a counter of prometheus_client and a hundred tenants
+    that takes 18 ms of the event loop, so the values are kept here.
     """
 
     def __init__(self, row: CounterRow, registry: CollectorRegistry) -> None:
@@ -68,11 +70,11 @@ class TenantCounter:
         row.view(registry, self._values.copy)
 
     def add(self, *labels: str, amount: float = 1.0) -> None:
-        """`amount` 0 shows the series."""
+        """`amount` 0 creates the series."""
         self._values[labels] += amount
 
     def sums(self, label: int) -> Counter[str]:
-        """Over all series, by the label at this index: 0 is the class."""
+        """Sums over all series by the label at this index; 0 is the class."""
         sums: Counter[str] = Counter()
         for labels, value in self._values.items():
             sums[labels[label]] += int(value)
@@ -129,13 +131,13 @@ class GatewayMetrics:
         self.resumed = table.ANSWERS_RESUMED.make(registry)
         self.not_kept = table.ANSWERS_NOT_KEPT.make(registry)
         self.kept_answer_bytes = table.KEPT_ANSWER_BYTES.make(registry)
-        #: Classes and tenants whose series are there.
+        #: Classes and tenants whose series exist.
         self._known: set[tuple[str, ...]] = set()
         self._show_zeros(registry)
         serve_twins(registry, model_name=model_name)
 
     def _show_zeros(self, registry: CollectorRegistry) -> None:
-        """Series whose labels are known beforehand, so that their rates are known from the first event on."""
+        """Creates the series whose labels are known at start, so that rates count their first event."""
         targets = table.SLO_TARGET_SECONDS.make(registry)
         for outcome in Outcome:
             self.ended.labels(outcome.value)
@@ -192,7 +194,7 @@ class GatewayMetrics:
         table.VLLM_CACHE_CONFIG.view(registry, lambda: self._cache_config(fleet))
 
     def show_prediction(self, admission: Admission) -> None:
-        """On the event loop, to which the forecast belongs; a scrape has a thread of its own."""
+        """Call it on the event loop, to which the forecast belongs; scrapes run in another thread."""
         self._predicted_ttft.set(admission.judge.predicted_ttft_s(_PREDICTED_PROMPT_TOKENS))
 
     def refused(self, error: InvalidRequestError | GatewayError) -> None:
@@ -205,7 +207,7 @@ class GatewayMetrics:
             self._refused.labels(error.reason.value).inc()
 
     def count_work(self, receipt: common_pb2.Receipt) -> None:
-        """Of a request to pods, once, also if it has several answers."""
+        """Counts the pods' work for one request, once even if it has several answers."""
         self._preemptions.inc(receipt.preemptions + receipt.prefill_preemptions)
         self._drafts.inc(receipt.drafts)
         self._draft_tokens.inc(receipt.drafted_tokens)
@@ -214,7 +216,7 @@ class GatewayMetrics:
             self._accepted_at.labels(*vllm_labels(self._model_name), str(position)).inc(count)
 
     def answered(self, num_tokens: Sequence[int]) -> None:
-        """A prompt has all its answers, of so many tokens each."""
+        """Counts a prompt whose answers are complete. `num_tokens`: the length of each answer."""
         self._num_answers.observe(len(num_tokens))
         self._longest_answer.observe(max(num_tokens))
 
@@ -224,7 +226,7 @@ class GatewayMetrics:
         return RequestMetrics(self, request)
 
     def refused_early(self, slo_class: str, tenant: str) -> None:
-        """Counts a request that was refused before it was known to be well-formed, for want of capacity."""
+        """Counts a request that was refused for lack of capacity before it was checked."""
         self._show(slo_class, tenant)
         self.received.add(slo_class, tenant)
         self.misses.add(slo_class, tenant, Outcome.REFUSED.value)
@@ -236,7 +238,7 @@ class GatewayMetrics:
                 shown.add(*labels, amount=0)
             for counter in (self.widened, self.prompt, self.cached):
                 counter.labels(*labels)
-            # The share of misses is known before the first one.
+            # Else the share of misses would be undefined until the first one.
             for cause in _MISS_CAUSES:
                 self.misses.add(*labels, cause, amount=0)
 
@@ -262,16 +264,16 @@ class RequestMetrics:
         self._last_at: float | None = None
         self._num_tokens = 0
         self._itl = metrics.itl.labels(self._slo_class)
-        #: Why the request misses its SLO, if the outcome does not say it; "": it does not.
+        #: Why the request misses its SLO; "": it does not, or the outcome says why.
         self._miss = ""
         self._is_met = False
-        #: Whether what the caller did says why it has no answer.
+        #: Whether the caller itself is the cause that there is no answer.
         self._is_callers = False
         self._exemplar = tracing.current().exemplar
         metrics.received.add(*self._labels)
 
     def admitted(self, slo: SloTarget, queued_s: float) -> None:
-        """`slo`: its objectives as admission has them."""
+        """`slo`: the objectives after admission, which may have widened them."""
         self._slo = slo
         self._metrics.queue_seconds.labels(self._slo_class).observe(queued_s)
 
@@ -289,11 +291,11 @@ class RequestMetrics:
         return now
 
     def finished(self, end: decode_pb2.DecodeFinished) -> None:
-        """The answer is complete; its receipt says when, and whether the SLO is met."""
+        """Counts a complete answer by its receipt."""
         metrics, name, receipt = self._metrics, self._slo_class, end.receipt
         metrics.finished.labels(_FINISH_REASONS.get(end.reason, "abort")).inc()
         metrics.e2e.labels(name).observe(receipt.e2e_ns / NS_PER_S, self._exemplar)
-        # Of a resumed answer, those that came now.
+        # Tokens of this computation; a resumed answer has earlier ones too.
         if self._num_tokens > 1:
             decode_s = (receipt.e2e_ns - receipt.ttft_ns) / NS_PER_S
             metrics.tpot.labels(name).observe(decode_s / (self._num_tokens - 1), self._exemplar)
@@ -337,7 +339,7 @@ class RequestMetrics:
         )
 
     def ended(self, outcome: Outcome) -> None:
-        """Last, however the request ended."""
+        """Call it last, whatever the outcome."""
         self._metrics.ended.labels(outcome.value).inc()
         if outcome in _ENDED_EARLY:
             self._metrics.finished.labels(_ENDED_EARLY[outcome]).inc()
@@ -353,7 +355,7 @@ def _listed(fleet: Fleet) -> Values:
 
 
 def _report_ages(fleet: Fleet) -> Values:
-    """Since the last answer, plus the age that the pod gave in it."""
+    """Seconds since each pod's last answer, plus the age of the report in it."""
     now = time.monotonic()
     return {
         (pod.role.value, pod.report.pod_id or pod.target): math.inf
@@ -364,9 +366,11 @@ def _report_ages(fleet: Fleet) -> Values:
 
 
 def _waiting_in_pods(admission: Admission, fleet: Fleet) -> int:
-    """Of the requests in flight, those that no pod computes. Each is on one decode pod, which also reports as
-    waiting those whose prompts run on prefill pods. Of what pods report for all gateways each counts its
-    share."""
+    """Requests in flight that no pod computes yet.
+
+    Every request is on one decode pod, which also reports those as waiting whose prompts run on prefill pods.
+    Pods report sums over all gateways; this gateway counts its share of them.
+    """
     decode, prefill = fleet.healthy(Role.DECODE), fleet.healthy(Role.PREFILL)
     num_waiting = sum(pod.report.usage.requests_waiting for pod in decode)
     num_waiting -= sum(pod.report.usage.requests_running for pod in prefill)

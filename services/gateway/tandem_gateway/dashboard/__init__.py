@@ -5,7 +5,6 @@
 
 Readers are the page (static/) and `tandem top`.
 
-Nothing is counted here that the gateway counts elsewhere. A sample holds what has been counted since the
-gateway's start, so that any two samples give the numbers of the time between them. There are no texts and
-no token ids in them.
+Samples take their counts from the gateway's metrics. Counts are totals since the gateway's start, so the
+difference of two samples gives the numbers of the time between them. Samples hold no texts and no token ids.
 """

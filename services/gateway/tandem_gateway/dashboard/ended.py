@@ -1,4 +1,4 @@
-"""The requests that ended since the last sample, and what only their receipts say: drafts by source."""
+"""The requests that ended since the last sample, and sums over receipts, such as drafts by source."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tandem_gateway.dashboard.rows import EndedRow, TtftRow
 from tandem_gateway.errors import Outcome
 from tandem_gateway.request import NS_PER_S, TokenizedRequest
 
-#: Beyond, the oldest that no sample has taken are dropped; their receipts are in the sums.
+#: Requests kept for the next sample; beyond it the oldest are dropped, but stay in the sums.
 _MAX_PENDING = 1024
-#: Of those that end in one second so many are shown.
+#: Ended requests shown per second.
 SHOWN_PER_SECOND = 4
 
 
@@ -28,7 +28,7 @@ class _Ended:
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """Those that ran and missed their SLO first, refused ones last, the slowest first."""
+        """Sorts requests that ran and missed their SLO first, refused ones last; slow ones first."""
         return self.outcome is Outcome.REFUSED, self.receipt.slo_met, -self.e2e_s
 
 
@@ -39,7 +39,7 @@ class EndedRequests:
         self._pending: deque[_Ended] = deque(maxlen=_MAX_PENDING)
         self.drafted: Counter[str] = Counter()
         self.accepted: Counter[str] = Counter()
-        #: Of those that had been admitted.
+        #: Requests that were admitted and have ended.
         self.num_ended = 0
         self.num_steps = 0
         self.num_prefill_retries = 0
@@ -53,8 +53,7 @@ class EndedRequests:
         was_admitted: bool,
         refusal: str = "",
     ) -> None:
-        """`receipt` is None for a request without a complete answer; `refusal` is what one was told that was
-        refused."""
+        """`receipt` None: the request has no complete answer; `refusal`: the message of its refusal."""
         self.num_ended += was_admitted
         if receipt is None:
             receipt = common_pb2.Receipt(slo_miss_reason=refusal)
@@ -66,7 +65,7 @@ class EndedRequests:
         self._pending.append(_Ended(request, outcome, receipt, time.monotonic() - request.arrived))
 
     def take(self) -> tuple[list[EndedRow], TtftRow | None]:
-        """Rows of some that ended since the last call, and the medians of all of them."""
+        """Rows of some requests that ended since the last call, and the medians over all of them."""
         ended = list(self._pending)
         self._pending.clear()
         shown = sorted(ended, key=lambda one: one.rank)[:SHOWN_PER_SECOND]

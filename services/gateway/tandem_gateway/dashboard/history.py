@@ -1,4 +1,4 @@
-"""The samples of the last half hour, as the JSON texts that readers get."""
+"""The samples of the last half hour, stored as the JSON that readers get."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tandem_gateway.dashboard.rows import Sample
 
 #: One a second: 30 minutes.
 MAX_SAMPLES = 1800
-#: About 0.5 kB a sample without load and 3 kB at ten requests a second, 70 bytes more for each pod: 1 to 6 MB
-#: in all. Beyond this limit (a hundred pods under load) less than half an hour is kept.
+#: A sample has 0.5 kB without load and 3 kB at ten requests a second, plus 70 bytes per pod: 1 to 6 MB in
+#: all. Larger fleets under load (a hundred pods) keep less than half an hour.
 MAX_BYTES = 16 << 20
 
 
@@ -39,7 +39,8 @@ class History:
             self.num_bytes -= len(self._samples.popleft())
 
     def since(self, number: int, limit: int) -> tuple[int, bytes]:
-        """At most so many samples from this number on, as a JSON array; and the number after the last."""
+        """Returns the number after the last returned sample, and a JSON array of at most `limit` samples that
+        begins with sample `number`."""
         first = min(max(number, self.first_number), self.next_number)
         stop = min(first + limit, self.next_number)
         found = [self._samples[index - self.first_number] for index in range(first, stop)]

@@ -1,4 +1,4 @@
-"""/dashboard: the page, which holds no data, and /dashboard/data, which asks for an operator's key."""
+"""/dashboard: the page, which holds no data, and /dashboard/data, which requires an operator's key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tandem_gateway.dashboard.rows import COLUMNS
 Files: TypeAlias = Mapping[str, tuple[bytes, str]]
 
 _INTEGER = TypeAdapter(int)
-#: Samples of one answer, about a megabyte: a reader that has none asks several times.
+#: Samples per response, about a megabyte; new readers send several requests.
 _MAX_SAMPLES = 300
 _CONTENT_TYPES = {
     ".html": "text/html",
@@ -45,12 +45,12 @@ PAGE_HEADERS = {
 
 
 def dashboard_routes(history: History, keys: ApiKeys, *, gateway_id: str, model: str) -> list[Route]:
-    """`gateway_id` is how the page names this gateway."""
+    """`gateway_id` names this gateway on the page."""
     files = static_files(__package__)
     about = {
         "gateway": gateway_id,
         "model": model,
-        # Tells a reader that the numbers of samples begin anew.
+        # Changes when the numbers of samples start again from 0.
         "start": secrets.token_hex(8),
         "attainment_objective": ATTAINMENT_OBJECTIVE,
         "objectives": {
@@ -63,8 +63,8 @@ def dashboard_routes(history: History, keys: ApiKeys, *, gateway_id: str, model:
     about_json = json.dumps(about, separators=(",", ":")).encode()
 
     async def data(request: Request) -> Response:
-        """The samples from number `since` on; `next` is the number after the last of them, and `newest` that
-        of the newest sample."""
+        """The samples from number `since`; `next` is the number after the last one, `newest` the number of
+        the newest sample."""
         given = request.query_params.get("since", "0")
         try:
             since = _INTEGER.validate_python(given)
@@ -78,7 +78,7 @@ def dashboard_routes(history: History, keys: ApiKeys, *, gateway_id: str, model:
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def without_slash(request: Request) -> Response:
-        # The page names its files relative to the folder, so that it works behind a proxy's prefix.
+        # The page's links are relative to its folder, so that it works behind a proxy's prefix.
         return RedirectResponse("dashboard/")
 
     async def page(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""What a sample consists of. Rows are arrays in JSON; `COLUMNS` names their elements to the readers."""
+"""The parts of a sample. Rows are arrays in JSON; `COLUMNS` names their elements for readers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, TypedDict
 
 
 class ClassRow(NamedTuple):
-    """Of one SLO class, since the gateway's start."""
+    """Totals of one SLO class since the gateway's start."""
 
     received: int
     met: int
@@ -22,7 +22,7 @@ class PodRow(NamedTuple):
     role: str
     pod_id: str
     target: str
-    #: "": it is healthy.
+    #: "": the pod is healthy.
     trouble: str
     kv_used: int
     kv_cached: int
@@ -40,22 +40,22 @@ class OpenRow(NamedTuple):
     request_id: str
     slo_class: str
     age_s: float
-    #: Until it was admitted; None: it waits.
+    #: Time until admission; None: it waits.
     queued_s: float | None
-    #: Until its first token; None: there is none yet.
+    #: Time until the first token; None: no token yet.
     ttft_s: float | None
     prompt_tokens: int
     output_tokens: int
 
 
 class EndedRow(NamedTuple):
-    """A request that ended. What its receipt would say is 0 or "" if there is none."""
+    """A request that ended. Fields of the receipt are 0 or "" without one."""
 
     request_id: str
     tenant: str
     slo_class: str
     outcome: str
-    #: Why it missed its SLO; "": it met it.
+    #: Why it missed its SLO; "": it met the SLO.
     cause: str
     miss_reason: str
     prompt_tokens: int
@@ -67,11 +67,11 @@ class EndedRow(NamedTuple):
     transfer_s: float
     decode_s: float
     failover_s: float
-    #: The objectives are wider than those asked for.
+    #: Whether admission widened the objectives.
     is_widened: bool
     ttft_s: float
     e2e_s: float
-    #: 0: nothing could be predicted.
+    #: 0: no prediction.
     ttft_p50_s: float
     ttft_p90_s: float
     e2e_p50_s: float
@@ -86,13 +86,13 @@ class EndedRow(NamedTuple):
     decode_retries: int
     preemptions: int
     transfer_bytes: int
-    #: Guesses verified and accepted, by source.
+    #: Draft tokens verified and accepted, by source.
     drafted: dict[str, int]
     accepted: dict[str, int]
 
 
 class TtftRow(NamedTuple):
-    """Medians of the requests that ended in this second and had been predicted."""
+    """Medians of the requests with a prediction that ended in this second."""
 
     requests: int
     actual_s: float
@@ -108,32 +108,32 @@ class Sample(TypedDict):
     #: Unix time in seconds.
     time: float
     classes: dict[str, ClassRow]
-    #: Of all classes, by cause.
+    #: Over all classes, by cause.
     misses: dict[str, int]
-    #: Sequences of requests that wait here; that have no token yet; that have. Each choice of a call is one.
+    #: Sequences in the gateway's queue; dispatched without a token; with tokens. Each choice counts as one.
     queued: int
     prefill: int
     decode: int
-    #: Since the start: choices admitted, that got a first token, that ended after they had been admitted.
+    #: Since the start: choices that were admitted, got a first token, ended after admission.
     admitted: int
     begun: int
     ended: int
-    #: Since the start: requests whose TTFT had been predicted, and those that took at most the predicted p90.
+    #: Since the start: requests with a predicted TTFT, and those within the predicted p90.
     predictions: int
     predictions_held: int
-    #: None: no such request ended in this second.
+    #: None: no request with a prediction ended in this second.
     ttft: TtftRow | None
-    #: Guesses verified and accepted by source, and decode steps, of the requests that ended since the start.
+    #: Since the start, over ended requests: draft tokens verified and accepted by source; decode steps.
     drafted: dict[str, int]
     accepted: dict[str, int]
     steps: int
-    #: Since the start: moves to another decode pod by cause, and to another prefill pod.
+    #: Since the start: moves to another decode pod, by cause; retries on another prefill pod.
     failovers: dict[str, int]
     prefill_retries: int
     pods: list[PodRow]
-    #: The oldest ones.
+    #: The oldest open requests.
     open: list[OpenRow]
-    #: Some of those that ended in this second.
+    #: Some of the requests that ended in this second.
     requests: list[EndedRow]
 
 

@@ -1,4 +1,4 @@
-"""Makes one sample a second from what the gateway knows."""
+"""Makes one sample a second from the gateway's state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tandem_gateway.fleet.pods import Fleet, Pod
 from tandem_gateway.metrics import GatewayMetrics
 
 INTERVAL_S = 1.0
-#: Of the requests that have not ended so many are shown.
+#: Most open requests shown.
 _MAX_OPEN = 24
 #: gRPC's messages of lost pods can be long.
 _MAX_TROUBLE_CHARS = 120
 
 
 class Sampler:
-    """`await run()` on the event loop to which all of these belong."""
+    """`await run()` on the event loop to which its arguments belong."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class Sampler:
         self._ended = ended
 
     async def run(self) -> None:
-        """Until it is cancelled. Seconds in which the event loop was blocked have no sample."""
+        """Runs until cancelled. Seconds in which the event loop was blocked have no sample."""
         due = time.monotonic()
         while True:
             try:
                 self._history.append(self.sample())
             except Exception as error:
-                # A page without news says so; the gateway serves on.
+                # The gateway keeps serving; the page shows that samples are missing.
                 structlog.get_logger("tandem.dashboard").exception("no sample", exc_info=error)
             due = max(due + INTERVAL_S, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
@@ -94,7 +94,7 @@ class Sampler:
 
 
 def _total(families: Iterable[Metric], suffix: str, **labels: str) -> int:
-    """Of a counter (suffix `_total`) or of a histogram's observations (`_count`), over all other labels."""
+    """Sums a counter (suffix `_total`) or a histogram's observations (`_count`) over all other labels."""
     return int(
         sum(
             sample.value
@@ -106,7 +106,7 @@ def _total(families: Iterable[Metric], suffix: str, **labels: str) -> int:
 
 
 def _by_label(families: Iterable[Metric], label: str) -> dict[str, int]:
-    """Of a counter with this label alone, where it is not 0."""
+    """The values of a counter with this label alone, without zeros."""
     return {
         sample.labels[label]: int(sample.value)
         for family in families
