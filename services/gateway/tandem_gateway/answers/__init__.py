@@ -1,4 +1,4 @@
-"""Answers that outlive a connection: logs of events, in memory and in Redis.
+"""Answers that survive a lost connection: logs of events, in memory and in Redis.
 
 answers.py         begins, joins and finds answers, and reads them
 answer.py          one answer: its record and its events

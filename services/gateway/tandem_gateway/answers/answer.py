@@ -25,48 +25,48 @@ from tandem_gateway.request import (
     num_choices_of,
 )
 
-#: An answer's id: a name, by which it is found, and a number of the computation.
+#: An answer's id is a name, by which it is found, and a number of the computation.
 NAME_CHARS, RUN_CHARS = 16, 8
-#: In memory, beside the bytes of an event.
+#: Memory of an event in addition to its bytes.
 _EVENT_OVERHEAD = 128
 
 
 @dataclass(eq=False)
 class Answer:
-    """The events of one request so far. `Answers` computes it, `AnswerWriter` brings it to the store."""
+    """The events of one request so far. `Answers` computes it, `AnswerWriter` writes it to the store."""
 
     record: answers_pb2.AnswerRecord
-    #: What the next computation runs, one request per choice; None: what is missing of the answer.
+    #: Requests of the next computation, one per choice; None: `remaining` makes them.
     requests: tuple[TokenizedRequest, ...] | None
     #: Whether it can be resumed.
     is_kept: bool
-    #: The tenant's, as of the last request for this answer; what is still computed counts against them.
+    #: The tenant's limits at the last request for this answer; later computation counts against them.
     limits: TenantLimits = NO_LIMITS
-    #: Whether it is computed to its end without readers.
+    #: Whether an idempotency key belongs to it; then it is computed to its end without readers.
     has_key: bool = False
     events: list[Event] = field(default_factory=list)
-    #: Of each choice: the tokens that there are, and one more after its end.
+    #: For each choice the number of its tokens, plus one after its end.
     position: list[int] = field(init=False)
     _num_ended: int = 0
-    #: Why the computation ended too early.
+    #: Why the computation ended before the answer did.
     error: Exception | None = None
     task: asyncio.Task[None] | None = None
     is_running: bool = False
     num_readers: int = 0
-    #: Whether it is no longer found here, and is to leave the store.
+    #: Whether it was removed here and must leave the store.
     is_forgotten: bool = False
-    #: When a caller found it, in monotonic seconds.
+    #: Monotonic seconds at which a caller found it.
     last_found: float = -math.inf
     num_bytes: int = 0
     #: Monotonic seconds.
     last_used: float = field(default_factory=time.monotonic)
-    #: Whether it is in the store; then that copy counts for who is not the owner.
+    #: Whether it is in the store; without ownership, the store's copy is authoritative.
     is_stored: bool = False
-    #: Events of it that are there.
+    #: Number of its events in the store.
     num_stored: int = 0
-    #: This gateway's computation, as the store knows it; "" if it may not write.
+    #: The store's name of this gateway's computation; "" if it may not write.
     owner: str = ""
-    #: Held while the store is written, so that there is one owner.
+    #: Held during writes to the store, so that there is one owner.
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -88,7 +88,7 @@ class Answer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is neither computed nor read."""
+        """Whether no task computes it and no reader reads it."""
         return not self.is_running and not self.num_readers
 
     def event_id(self, position: Sequence[int]) -> str:
@@ -113,7 +113,8 @@ class Answer:
         self._news = asyncio.Event()
 
     def may_be_at(self, position: Sequence[int]) -> bool:
-        """Whether a reader can be there. A client may have tokens that the store, and so this copy, lacks."""
+        """Whether a reader can have this position. A client may have tokens that the store and so this copy
+        lack."""
         if len(position) != self.num_choices:
             return False
         if self.has_ended or not self.is_stored:
@@ -121,7 +122,7 @@ class Answer:
         return all(at <= self._request_of(c).sampling.max_tokens + 1 for c, at in enumerate(position))
 
     async def wait(self) -> None:
-        """Until the next `notify`."""
+        """Waits for the next `notify`."""
         await self._news.wait()
 
     def _slo(self) -> SloTarget:
@@ -130,12 +131,12 @@ class Answer:
         return SloTarget(self.record.slo_class)
 
     def _request_of(self, choice: int) -> decode_pb2.DecodeRequest:
-        """That of the choice's prompt."""
+        """The request for the choice's prompt."""
         prompt = choice // (self.record.num_choices or 1)
         return self.record.more_requests[prompt - 1] if prompt else self.record.request
 
     def remaining(self, timeout_s: float) -> tuple[TokenizedRequest, ...]:
-        """Requests for what is missing of it, with a deadline of their own."""
+        """Requests for the missing part of the answer, with a new deadline."""
         now = time.monotonic()
         prompts = [
             TokenizedRequest(
@@ -148,7 +149,7 @@ class Answer:
                 deadline=now + timeout_s,
                 speculation=SpeculationMode.parse(request.speculation),
                 is_repeated=True,
-                # Clients may have tokens that the store lacks, and each may have come to another one.
+                # Clients may have tokens that the store lacks, and each client may have another position.
                 one_token_events=self.is_stored,
                 limits=self.limits,
             )
@@ -169,7 +170,7 @@ class Answer:
 
 
 def num_positions(event: Event) -> int:
-    """By how much it moves its choice's position on."""
+    """Positions by which the event advances its choice."""
     return len(event.token_ids) if isinstance(event, decode_pb2.DecodeChunk) else 1
 
 
@@ -178,5 +179,5 @@ class Sent(NamedTuple):
 
     event: Event
     event_id: str
-    #: Whether the reader has it already.
+    #: Whether the reader already has it.
     is_seen: bool

@@ -1,14 +1,14 @@
-"""Answers in Redis: what one gateway has sent, another can go on with.
+"""Answers in Redis, so that another gateway can continue what one gateway has sent.
 
 tandem:answer:NAME          hash: `record`, an AnswerRecord, and `owner`, the computation that may append, ""
                             if there is none
 tandem:answer:NAME:events   list of DecodeResponse messages, in the order in which clients get them
-tandem:gateway:ID           exists while the gateway lives: the number of its next owner, and those of the
-                            owners that compute
+tandem:gateway:ID           exists while the gateway lives: the number of its next owner, and the numbers of
+                            the owners that compute
 
-The events are always a beginning of the answer, and mostly all of it. Only the owner appends: a gateway that
-was paused while another took its answer over is refused. An owner that its gateway no longer names has ended,
-also when Redis has lost the news. Everything expires.
+The stored events are always a prefix of the answer, and mostly all of it. Only the owner appends: a gateway
+that was paused while another one took over its answer is refused. An owner that its gateway no longer lists
+has ended, even if Redis lost the release. Everything expires.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tandem_gateway.request import Event
 
 _PREFIX = "tandem:answer:"
 _GATEWAY_PREFIX = "tandem:gateway:"
-#: A gateway that did not say for so long that it lives is taken for dead.
+#: A gateway whose lease expires is considered dead.
 _LEASE_MS = 1000
 _HEARTBEAT_S = 0.3
-#: A slower Redis is not waited for: streams would pause.
+#: Longest wait for Redis, because streams pause meanwhile.
 _TIMEOUT_S = 0.5
 
-#: record, events | owner, record, ms -> 1, or 0 if there is one of this name. Without a reply, a gateway asks
-#: again.
+#: record, events | owner, record, ms -> 1, or 0 if the name is taken. A gateway repeats it after a lost
+#: reply.
 _BEGIN = """
 if redis.call('EXISTS', KEYS[1]) == 1 then
   local gateway = string.match(redis.call('HGET', KEYS[1], 'owner') or '', '^[^:]*')
@@ -88,45 +88,45 @@ class StoreError(Exception):
 
 
 class WrongTypeError(StoreError):
-    """A key is not what this module makes of it."""
+    """A key has another type than this module gives it."""
 
 
 class NotOwnerError(Exception):
-    """Another gateway goes on with the answer."""
+    """Another gateway continues the answer."""
 
 
 @dataclass(frozen=True)
 class StoredAnswer:
     record: answers_pb2.AnswerRecord
-    #: From the position that was asked for.
+    #: From the requested position.
     events: list[Event]
     owner: str
-    #: Whether another gateway computes it, and lives.
+    #: Whether a live gateway computes it.
     is_owned: bool
 
 
 class AnswerStore:
-    """`await start()`, then `await close()`. Belongs to one event loop. The methods that ask Redis raise
+    """`await start()`, then `await close()`. Belongs to one event loop. Methods that use Redis raise
     StoreError."""
 
     def __init__(self, address: RedisAddress, *, ttl_s: float, longest_s: float) -> None:
         """`ttl_s`: how long an answer is kept after its end; `longest_s`: longest computation."""
         self._address = address
         self._ttl_ms = round(ttl_s * 1000)
-        #: Until a computation ends or dies.
+        #: Expiry during a computation.
         self._running_ms = round((longest_s + ttl_s) * 1000)
         self._id = secrets.token_hex(8)
         self._next_owner = 1
-        #: Those whose computations have not ended.
+        #: Owners whose computations have not ended.
         self._owners: set[int] = set()
-        #: Untyped, as in the library. None: Redis did not answer lately.
+        #: Untyped, as in the library. None: Redis does not answer.
         self._client: Any = None
         self._log = structlog.get_logger("tandem.answers")
         self._heart: asyncio.Task[None] | None = None
         self._hashes: dict[str, str] = {}
 
     async def start(self) -> None:
-        """Connects if Redis answers now; else as soon as it does."""
+        """Connects now, or as soon as Redis answers."""
         with contextlib.suppress(StoreError):
             await self._renew_lease()
         self._heart = asyncio.create_task(self._keep_alive())
@@ -141,37 +141,37 @@ class AnswerStore:
             await self._client.aclose()
 
     def new_owner(self) -> str:
-        """Names one computation by this gateway, which `release`, `drop` or `end` ends."""
+        """A name for one computation by this gateway, valid until `release`, `drop` or `end`."""
         number = self._next_owner
         self._next_owner += 1
         self._owners.add(number)
         return f"{self._id}:{number}"
 
     def end(self, owner: str) -> None:
-        """The computation has ended, and may be resumed by any gateway."""
+        """Ends the computation, so that any gateway may resume it."""
         gateway, _, number = owner.partition(":")
         if gateway == self._id:
             self._owners.discard(int(number))
 
     async def begin(self, name: str, owner: str, record: answers_pb2.AnswerRecord) -> bool:
-        """False, with nothing written, if there is an answer of this name."""
+        """Creates the answer. False, with nothing written: the name is taken."""
         return bool(await self._eval(_BEGIN, name, owner, record.SerializeToString(), self._running_ms))
 
     async def append(self, name: str, owner: str, num_before: int, events: Sequence[Event]) -> int | None:
-        """How many events there are now; fewer than before, with nothing written, if Redis has lost some, and
-        None if it has lost the answer. Raises NotOwnerError."""
+        """Appends events; returns how many are stored. Fewer than before, with nothing written: Redis has
+        lost some; None: it has lost the answer. Raises NotOwnerError."""
         payloads = [_payload(event) for event in events]
         length = await self._eval(_APPEND, name, owner, num_before, self._running_ms, *payloads)
         if length == -1:
-            raise NotOwnerError("another gateway goes on with this answer")
+            raise NotOwnerError("another gateway continues this answer")
         return None if length == -2 else length
 
     async def claim(self, name: str, previous: str, owner: str) -> bool:
-        """Makes `owner` the next one after `previous`; False if somebody else was faster."""
+        """Passes ownership from `previous` to `owner`; False: another gateway was faster."""
         return bool(await self._eval(_PASS_ON, name, previous, owner, self._running_ms))
 
     async def release(self, name: str, owner: str) -> None:
-        """The computation has ended; what it wrote stays for the time to live."""
+        """Ends the computation; its events stay for the time to live."""
         self.end(owner)
         await self._eval(_PASS_ON, name, owner, "", self._ttl_ms)
 
@@ -180,7 +180,7 @@ class AnswerStore:
         await self._eval(_DROP, name, owner)
 
     async def read(self, name: str, start: int = 0) -> StoredAnswer | None:
-        """The answer with its events from `start`; None if there is none, or one that cannot be read."""
+        """The answer with its events from `start`; None: there is none, or it cannot be read."""
         try:
             async with self._redis() as redis:
                 fields = await redis.hgetall(_PREFIX + _slot(name))
@@ -188,12 +188,12 @@ class AnswerStore:
                     return None
                 owner = fields.get(b"owner", b"").decode()
                 gateway, _, number = owner.partition(":")
-                # One of this gateway's own has ended and was not released yet: this gateway computes an
+                # An owner of this gateway has ended but is not released yet, since a gateway computes an
                 # answer once.
                 is_owned = gateway not in ("", self._id) and _computes(
                     await redis.get(_GATEWAY_PREFIX + gateway), number
                 )
-                # After the check of the owner, so that a dead one's last events are read.
+                # Read after the check of the owner, which includes a dead owner's last events.
                 payloads = await redis.lrange(_PREFIX + _slot(name) + ":events", start, -1)
             record = answers_pb2.AnswerRecord.FromString(fields[b"record"])
             events = [_event(decode_pb2.DecodeResponse.FromString(payload)) for payload in payloads]
@@ -220,7 +220,7 @@ class AnswerStore:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 yield client
-        except ResponseError as error:  # out of memory, or a key that is something else
+        except ResponseError as error:  # out of memory, or a key of another type
             kind = WrongTypeError if str(error).startswith("WRONGTYPE") else StoreError
             raise kind(f"Redis refuses: {error}") from error
         except NO_ANSWER as error:
@@ -231,7 +231,7 @@ class AnswerStore:
             raise StoreError(f"Redis does not answer: {error}") from error
 
     async def _keep_alive(self) -> None:
-        """Connects, and tells the other gateways that this one lives."""
+        """Connects, and renews the lease that tells other gateways that this one lives."""
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
             with contextlib.suppress(StoreError):
@@ -250,18 +250,18 @@ class AnswerStore:
 
 
 def _computes(owners: bytes | None, number: str) -> bool:
-    """Whether the owner is one of a gateway's that compute, or too new to be among them."""
+    """Whether the gateway lists the owner as computing, or the owner is newer than the list."""
     if owners is None:
         return False
     try:
         next_owner, *running = map(int, owners.split())
         return int(number) >= next_owner or int(number) in running
-    except ValueError:  # a gateway of before these numbers
+    except ValueError:  # a gateway of an earlier version, without numbers
         return True
 
 
 def _slot(name: str) -> str:
-    """Both keys of an answer lie in one hash slot of a cluster."""
+    """Puts both keys of an answer into one hash slot of a cluster."""
     return "{" + name + "}"
 
 

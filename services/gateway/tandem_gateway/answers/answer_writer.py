@@ -1,7 +1,7 @@
-"""Brings a gateway's answers to the store, and takes over those whose gateway has died.
+"""Writes a gateway's answers to the store, and takes over answers whose gateway has died.
 
-Only an answer's owner writes it: one computation of one gateway. An answer has no owner between a computation
-that ended too early and the next one, which claims it.
+Only an answer's owner, one computation of one gateway, writes it. An answer has no owner between a
+computation that ended early and the next one, which claims it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from tandem_gateway.answers.answer import Answer
 from tandem_gateway.answers.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
 from tandem_gateway.errors import AnswerGivenUpError, DeadlineError, UnavailableError
 
-#: Between two looks at an answer that another gateway computes.
+#: Time between two reads of an answer that another gateway computes.
 FOLLOW_S = 0.05
-#: A client that resumes waits so long for Redis: one that hangs is killed after 5 s, and replaced.
+#: Longest wait of a resuming client for Redis. A hanging Redis is killed after 5 s and replaced.
 STORE_WAIT_S = 10.0
-#: Between writes of an answer's events to the store; one write takes .2 ms of a core. What was not written
-#: when a gateway died is computed again. Every .1 s, writing took a quarter of the gateway's CPU time beside
-#: sixteen answers.
+#: Time between writes of an answer's events. A write takes .2 ms of a core; at .1 s, writing took a quarter
+#: of the gateway's CPU time with sixteen answers. Unwritten events of a dead gateway are computed again.
 _WRITE_S = 0.3
 
 
 class AnswerWriter:
-    """Of one gateway. `await start()` and `await close()`."""
+    """One per gateway. `await start()`, then `await close()`."""
 
     def __init__(self, store: AnswerStore) -> None:
         self._store = store
-        #: Answers that the store does not have as they are here.
+        #: Answers with changes that the store lacks.
         self._unwritten: set[Answer] = set()
-        #: Names of answers that are to leave the store before they expire.
+        #: Names of answers to delete from the store before they expire.
         self._evicted: list[str] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -42,7 +41,7 @@ class AnswerWriter:
         self._task = asyncio.create_task(self._write_behind())
 
     async def close(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining events."""
         await end_tasks([self._task] if self._task is not None else [])
         await self._write_all()
         await self._store.close()
@@ -66,15 +65,15 @@ class AnswerWriter:
         return True
 
     async def added(self, answer: Answer) -> None:
-        """After a new event. The first one is in the store on return, if Redis is there: other gateways must
-        know of every answer that a client knows of."""
+        """Call it after a new event. The first event is stored on return, if Redis answers, because other
+        gateways must know every answer that a client knows."""
         if answer.num_stored:
             self._unwritten.add(answer)
         else:
             await self._write(answer)
 
     def settled(self, answer: Answer) -> None:
-        """After a computation, however it ended."""
+        """Call it after a computation, whatever its outcome."""
         if answer.owner:
             self._unwritten.add(answer)
 
@@ -82,8 +81,8 @@ class AnswerWriter:
         self._evicted.append(name)
 
     async def take_over(self, answer: Answer, deadline: float) -> None:
-        """Reads what another gateway computes, until the answer has ended or that gateway has stopped; then
-        the answer is this gateway's. Raises StoreError, AnswerGivenUpError, DeadlineError.
+        """Follows another gateway's computation until the answer has ended, or claims the answer when that
+        gateway has stopped. Raises StoreError, AnswerGivenUpError, DeadlineError.
 
         deadline: monotonic seconds.
         """
@@ -106,12 +105,12 @@ class AnswerWriter:
             await asyncio.sleep(FOLLOW_S)
 
     async def _claim(self, answer: Answer, previous: str) -> None:
-        """Makes the answer this gateway's, unless another one was faster."""
+        """Makes this gateway the owner, unless another one is faster."""
         owner = self._store.new_owner()
         async with answer.writing:
             try:
                 if await self._store.claim(answer.name, previous, owner):
-                    await self._read_on(answer)  # written between reading and claiming
+                    await self._read_on(answer)  # events written between reading and claiming
                     answer.owner, answer.num_stored = owner, len(answer.events)
             finally:
                 if not answer.owner:
@@ -141,12 +140,15 @@ class AnswerWriter:
                 await self._store.drop(name, "")
 
     async def _write(self, answer: Answer) -> None:
-        """Writes what the store lacks; gives the answer up after a computation. Tries later without Redis."""
+        """Writes the missing events, and releases the answer after a computation. Retries later without
+        Redis."""
         async with answer.writing:
             await self._write_alone(answer)
 
     async def _write_alone(self, answer: Answer) -> None:
-        if not answer.owner and (answer.num_stored or answer.is_forgotten):  # released before, or never there
+        if not answer.owner and (
+            answer.num_stored or answer.is_forgotten
+        ):  # already released, or never stored
             return
         try:
             if answer.is_forgotten:
@@ -161,7 +163,7 @@ class AnswerWriter:
                 )
                 answer.is_stored, answer.num_stored = length is not None, length or 0
             if not answer.is_running:
-                # First, because the next computation may begin meanwhile, as an owner of its own.
+                # Cleared first, because the next computation may begin meanwhile as another owner.
                 owner, answer.owner = answer.owner, ""
                 await self._store.release(answer.name, owner)
         except StoreError:

@@ -1,20 +1,18 @@
-"""Answers that outlive a connection.
+"""Answers that survive a lost connection.
 
 begin(request) --> Answer <-- read(answer, position) by each connection
 join(key)     /      ^
 find(event id)       +-- one task: run(request) -> events
 
-An event id is the answer's id and a position: of each choice the number of tokens up to there, one more
-after its end. A cut stream is found by its last event id, a repeated request by its idempotency key; either
-gets the events that it lacks, those that are there at once and the others as they are computed. When the last
-reader leaves, the computation ends, unless the client gave an idempotency key and so may ask again. A
-computation that ended too early is resumed by the next reader from the tokens so far, as a decode pod
-continues for a lost one.
+An event id is the answer's id and a position: for each choice the number of tokens so far, plus one after its
+end. A cut stream is found by its last event id, a repeated request by its idempotency key. Both get the
+events that they lack: existing ones at once, others as they are computed. When the last reader leaves, the
+computation ends, unless the client sent an idempotency key and may ask again. The next reader resumes an
+incomplete computation from the tokens so far, as a decode pod continues for a lost one.
 
-Answers are kept in memory for `ttl_s` within `max_bytes`, and with a store also there, so that another
-gateway can read them while this one computes, and take over when it dies. The first event is in the store
-before a client gets it, the others soon after. A gateway that takes over computes again what a client has and
-the store has not, up to the client's position; the tokens are the same.
+Answers stay in memory for `ttl_s` within `max_bytes`. With a store, another gateway can read them while this
+one computes, and take over when it dies. The first event is stored before a client gets it, the others soon
+after. A gateway that takes over computes again what the client has and the store lacks; the tokens are equal.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from tandem_gateway.errors import (
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequest, choices_of
 
-#: Time after the deadline until a caller that does not read its answer is disconnected.
+#: Time after the deadline until a caller that does not read is disconnected.
 _READ_GRACE_S = 5.0
 _PURGE_S = 5.0
 #: Time from finding an answer to reading it.
@@ -62,8 +60,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 class Answers:
-    """Of one gateway. `await start()`, then `await drain()` and `stop()` when no more are wanted, and
-    `await close()`."""
+    """One per gateway. `await start()`; to shut down `await drain()`, `stop()` and `await close()`."""
 
     def __init__(
         self,
@@ -81,7 +78,7 @@ class Answers:
         self._request_timeout_s = request_timeout_s
         self._kept = KeptAnswers(ttl_s=ttl_s, max_bytes=max_bytes)
         self._running: set[Answer] = set()
-        #: One search or creation by name at a time, so that a name has one answer here.
+        #: Serializes search and creation by name, so that a name has one answer here.
         self._lock = asyncio.Lock()
         self._is_stopping = False
         self.is_draining = False
@@ -95,14 +92,14 @@ class Answers:
         self._purger = asyncio.create_task(self._purge())
 
     async def drain(self) -> None:
-        """Begins no new answer, and waits until none is computed."""
+        """Refuses new answers, and waits for the running ones."""
         self.is_draining = True
         while self._running:
             await self._changed.wait()
             self._changed.clear()
 
     def stop(self) -> None:
-        """Ends the running answers with an error after which clients can resume them elsewhere."""
+        """Ends the running answers with an error; clients can resume them at another gateway."""
         self.is_draining = self._is_stopping = True
         for answer in list(self._running):
             answer.fail(_stopping())
@@ -128,8 +125,7 @@ class Answers:
         key: str = "",
         payload_sha256: bytes = b"",
     ) -> Answer:
-        """A new answer of so many choices for each prompt; with an idempotency key that is in use the one of
-        that key.
+        """A new answer with `num_choices` choices for each prompt, or the existing answer of the same key.
 
         Raises IdempotencyKeyError, UnavailableError.
         """
@@ -180,7 +176,7 @@ class Answers:
     async def join(
         self, tenant: str, key: str, payload_sha256: bytes, limits: TenantLimits = NO_LIMITS
     ) -> Answer | None:
-        """The answer of an idempotency key; `limits` are for what is missing of it.
+        """The answer of an idempotency key; `limits` apply to its missing part.
 
         Raises InvalidRequestError, IdempotencyKeyError.
         """
@@ -198,14 +194,14 @@ class Answers:
     async def find(
         self, tenant: str, event_id: str, kind: str, limits: TenantLimits = NO_LIMITS
     ) -> tuple[Answer, tuple[int, ...]]:
-        """The answer of an event id, and the caller's position in it; `limits` are for what is missing of it.
+        """The answer of an event id, and the caller's position in it; `limits` apply to its missing part.
 
         Raises InvalidRequestError, AnswerNotFoundError, UnavailableError.
         """
         tracing.current().stage("look up answer")
         match = _EVENT_ID.fullmatch(event_id) if len(event_id) <= _MAX_EVENT_ID_CHARS else None
         if match is None:
-            raise InvalidRequestError("Last-Event-ID", "is no id of an event of this API; send it as it came")
+            raise InvalidRequestError("Last-Event-ID", "is no event id of this API; send the id as received")
         answer_id, position = match[1], tuple(map(int, match[2].split(".")))
         deadline = time.monotonic() + STORE_WAIT_S
         while True:
@@ -226,7 +222,7 @@ class Answers:
             raise _not_kept(event_id)
         if found.record.kind != kind:
             raise InvalidRequestError(
-                "Last-Event-ID", f"belongs to a {found.record.kind}; resume it where it was begun"
+                "Last-Event-ID", f"belongs to a {found.record.kind}; resume it at the path where it began"
             )
         self._metrics.resumed.labels("event id").inc()
         found.limits = limits
@@ -270,7 +266,7 @@ class Answers:
             answer.num_readers -= 1
             answer.last_used = time.monotonic()
             if not answer.num_readers:
-                answer.error = None  # which refers to the answer by its frames
+                answer.error = None  # its frames refer to the answer
             if not answer.num_readers and not answer.has_key and answer.task is not None:
                 await end_tasks([answer.task])
             self._remove_excess()
@@ -285,7 +281,7 @@ class Answers:
         answer.is_running = True
 
     async def _compute(self, answer: Answer, requests: Sequence[TokenizedRequest]) -> None:
-        """Appends events until the answer has ended."""
+        """Computes the answer and appends its events."""
         is_final = False
         try:
             if self._writer is not None and answer.is_stored and not answer.owner:
@@ -302,7 +298,7 @@ class Answers:
                 UnavailableError(f"the answer is kept in Redis, which cannot be reached now: {error}")
             )
         except Exception as error:
-            # Who is refused and asks again, with the same key, is a new request.
+            # A refused request that is sent again with the same key is a new request.
             is_refused = isinstance(error, OverloadedError) and not answer.events
             is_final = is_refused or not _is_resumable(error)
             answer.fail(error)
@@ -317,9 +313,9 @@ class Answers:
         answer.notify()
 
     def _settle(self, answer: Answer, *, is_final: bool) -> None:
-        """After a computation, however it ended. `is_final`: it would fail again."""
+        """Call it after a computation, whatever its outcome. `is_final`: it would fail again."""
         self._running.discard(answer)
-        self._kept.count(answer)  # also what was read from the store
+        self._kept.count(answer)  # includes events read from the store
         answer.is_running = False
         self._changed.set()
         answer.last_used = time.monotonic()
@@ -330,8 +326,11 @@ class Answers:
         answer.notify()
 
     async def _find(self, name: str, *, answer_id: str = "", must_look: bool = False) -> Answer | None:
-        """`answer_id`: of the computation, if the caller knows it. `must_look`: without an answer of Redis
-        there is none. Raises UnavailableError. Hold the lock."""
+        """The answer of this name here or in the store. Hold the lock.
+
+        `answer_id`: the answer's id, if the caller knows it; `must_look`: raise UnavailableError without
+        Redis.
+        """
         known = self._kept.get(name)
         if known is not None and (
             known.has_ended
@@ -344,7 +343,7 @@ class Answers:
             return known
         if self._writer is None:
             return None
-        # What is here is a copy, and another gateway may have gone on with the answer.
+        # The answer here is a copy, and another gateway may have continued it.
         try:
             stored = await self._writer.read(name)
             answer = None if stored is None else _copy_of(stored)
@@ -362,13 +361,13 @@ class Answers:
         return answer
 
     def _is_wanted(self, known: Answer) -> bool:
-        """Whether another caller has found this copy and is about to go on with it."""
+        """Whether another caller has found this copy and is about to read it."""
         return known.num_readers > 0 or time.monotonic() - known.last_found < _FOUND_S
 
     def _remove_excess(self) -> None:
         for answer in self._kept.remove_excess():
             if self._writer is not None and answer.is_stored:
-                self._writer.evict(answer.name)  # of the store's bytes, too, those that came through here
+                self._writer.evict(answer.name)  # also bounds this gateway's share of the store
 
     async def _purge(self) -> None:
         while True:
@@ -377,7 +376,7 @@ class Answers:
 
 
 def _copy_of(stored: StoredAnswer) -> Answer:
-    """Raises StoreError for one that cannot be."""
+    """Raises StoreError for inconsistent events."""
     has_key = bool(stored.record.payload_sha256)
     answer = Answer(stored.record, None, is_kept=True, has_key=has_key, is_stored=True)
     for event in stored.events:
@@ -410,7 +409,7 @@ def _checked(answer: Answer, payload_sha256: bytes) -> Answer:
 def _not_kept(event_id: str) -> AnswerNotFoundError:
     return AnswerNotFoundError(
         f"the answer of event {event_id} is not kept here: it has expired, was dropped when memory was full, "
-        "or belongs to another tenant; send the request anew"
+        "or belongs to another tenant; send the request again"
     )
 
 
@@ -419,7 +418,7 @@ def _stopping() -> UnavailableError:
 
 
 def _is_resumable(error: Exception) -> bool:
-    """Whether the same request may go better later."""
+    """Whether the same request may succeed later."""
     if isinstance(error, CrashingRequestError | UpstreamError | AnswerGivenUpError):
         return False
     return isinstance(error, GatewayError)
@@ -429,8 +428,8 @@ def _is_resumable(error: Exception) -> bool:
 def _disconnecting_slow_reader(deadline: float) -> Iterator[None]:
     """Wraps a yield: cancels the reading task if it does not ask for the next event in time.
 
-    A client that stops reading blocks the task in its send. Nothing else ends that if the client set no
-    deadline.
+    A client that stops reading blocks the task in its send, and nothing else ends that without a deadline of
+    the client.
     """
     reader = asyncio.current_task()
     if reader is None:

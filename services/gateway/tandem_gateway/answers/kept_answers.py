@@ -8,18 +8,18 @@ from tandem_gateway.answers.answer import Answer
 
 
 class KeptAnswers:
-    """By name, for `ttl_s` seconds after their last use and within `max_bytes`; with 0 seconds none is kept.
+    """Keeps answers by name for `ttl_s` seconds after their last use and within `max_bytes`; 0 s keeps none.
 
-    A request costs the same however many are kept: bytes are counted as they come, and all are looked through
-    only to find the expired ones, now and then, and while there are too many bytes.
+    The cost of a request does not depend on their number: bytes are counted incrementally. All answers are
+    scanned only to find expired ones, at intervals, and while there are too many bytes.
     """
 
     def __init__(self, *, ttl_s: float, max_bytes: int) -> None:
         self.ttl_s = ttl_s
         self._max_bytes = max_bytes
-        #: The longest kept first.
+        #: By name, the oldest first.
         self._answers: dict[str, Answer] = {}
-        #: What of `num_bytes` is each one's.
+        #: Each answer's part of `num_bytes`.
         self._counted: dict[Answer, int] = {}
         self.num_bytes = 0
 
@@ -32,13 +32,13 @@ class KeptAnswers:
         self.count(answer)
 
     def count(self, answer: Answer) -> None:
-        """Call it when events were added."""
+        """Call it after events were added."""
         if answer in self._counted:
             self.num_bytes += answer.num_bytes - self._counted[answer]
             self._counted[answer] = answer.num_bytes
 
     def remove(self, answer: Answer) -> None:
-        """It is to leave the store, too."""
+        """Removes it here; it must leave the store too."""
         answer.is_forgotten = True
         self.num_bytes -= self._counted.pop(answer, 0)
         if self._answers.get(answer.name) is answer:
@@ -55,7 +55,7 @@ class KeptAnswers:
                 self.remove(answer)
 
     def remove_excess(self) -> list[Answer]:
-        """The oldest idle ones, while there are too many bytes."""
+        """Removes the oldest idle answers while there are too many bytes; returns them."""
         removed: list[Answer] = []
         if self.num_bytes <= self._max_bytes:
             return removed

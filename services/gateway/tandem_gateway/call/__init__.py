@@ -2,6 +2,6 @@
 
 gateway.py            prepares a request, runs it, and completes its receipt
 choices.py            several choices of one call
-relay.py              the stream from a decode pod, and from another one when the first is lost
-trace_attributes.py   what the span of a call says
+relay.py              streams from a decode pod, and from another one when the first is lost
+trace_attributes.py   attributes of a call's span
 """

@@ -1,14 +1,13 @@
-"""Runs the choices of one call beside each other, so that a prompt is computed once.
+"""Runs the choices of one call concurrently and computes each prompt once.
 
     choice 0 of a prompt  |-- prompt --|t t t t t t
-    choice 1                            |t t t t t t     begins when the first one has its first token: then
-    choice 2                            |t t t t t t     the prompt's full blocks are in a decode pod's prefix
-                                                         cache, and the router sends them where the cache is
+    choice 1                            |t t t t t t     starts after the first token of choice 0, when a
+    choice 2                            |t t t t t t     decode pod's prefix cache has the prompt's full
+                                                         blocks; the router prefers that pod
 
-Each choice is a request of its own to the pods. So each is continued on another pod when its pod is lost, and
-its tokens are those of a separate request with its seed.
-
-The choices of a beam search are the best texts of one request. All their events come at its end.
+Each choice is a separate request to the pods. When its pod is lost, another pod continues it, and its tokens
+equal those of a separate call with its seed. The choices of a beam search are the best texts of one request;
+all their events come at its end.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ class Running:
     asked: SloTarget = NO_OBJECTIVES
     is_admitted: bool = False
     num_tokens: int = 0
-    #: Until the choice that computes the same prompt had its first token.
+    #: Time spent waiting for the choice that computes the same prompt.
     waited_ns: int = 0
     #: Monotonic seconds; 0: no token yet.
     first_at: float = 0.0
     end: decode_pb2.DecodeFinished | None = None
 
     def admitted(self, admitted: Admitted) -> None:
-        """Takes over what admission decided for the call."""
+        """Applies what admission decided for the call."""
         judged, self.asked = admitted.request, self.request.slo
         self.is_admitted = True
         self.request = replace(self.request, slo=judged.slo, due_s=judged.due_s)
@@ -67,7 +66,7 @@ class Running:
 async def relay_choices(
     relay: Relay, running: Sequence[Running]
 ) -> AsyncGenerator[tuple[Running, Event], None]:
-    """The events of all choices as they come. Raises what the first one that fails raises."""
+    """The events of all choices in order of arrival. Raises the error of the first choice that fails."""
     searches: dict[int, list[Running]] = {}
     for choice in running:
         if choice.request.sampling.beam_search is not None:
@@ -86,7 +85,7 @@ async def relay_choices(
         choice = group[0]
         prompt = choice.request.prompt_token_ids
         if choice is not running[0]:
-            # The trace's stages are those of the first choice.
+            # Only the first choice records stages in the trace.
             tracing.set_current(tracing.RequestTrace(tracing.current().metadata))
         try:
             if choice is not leaders[prompt]:
@@ -122,7 +121,7 @@ def num_places(requests: Sequence[TokenizedRequest]) -> int:
 
 
 async def _relay_group(relay: Relay, group: Sequence[Running]) -> AsyncGenerator[tuple[Running, Event], None]:
-    """The events of one request to the pods, which is one choice, or several of a beam search."""
+    """The events of one request to the pods: of one choice, or of all choices of a beam search."""
     request = group[0].request
     if request.sampling.beam_search is not None:
         request = replace(request, output_token_ids=())
@@ -137,7 +136,7 @@ async def _relay_group(relay: Relay, group: Sequence[Running]) -> AsyncGenerator
 
 
 def _beam_events(found: decode_pb2.DecodeBeams, request: TokenizedRequest, *, is_first: bool) -> list[Event]:
-    """Those of one choice: its text, unless a resumed answer has it, and its end."""
+    """The events of one choice: its text, unless a resumed answer has it, and its end."""
     if request.rank >= len(found.beams):
         raise UpstreamError(f"the decode pod found {len(found.beams)} texts, not {request.rank + 1}")
     beam = found.beams[request.rank]
@@ -148,7 +147,7 @@ def _beam_events(found: decode_pb2.DecodeBeams, request: TokenizedRequest, *, is
         receipt=found.receipt,
     )
     end.receipt.output_tokens = len(beam.token_ids)
-    if not is_first:  # what was done for all of them counts once
+    if not is_first:  # shared work counts once
         end.receipt.transfer_bytes = end.receipt.decode_steps = 0
     if request.output_token_ids:
         return [end]

@@ -68,22 +68,22 @@ from tandem_gateway.tools.form import AnswerForms
 
 #: Longer texts are tokenized in a thread, so that the event loop is not blocked.
 _INLINE_CHARS = 4096
-#: At most so many at once; a text as long as the context allows takes up to seconds.
+#: Threads for that; a text as long as the context takes up to seconds.
 _TOKENIZING_THREADS = 2
-#: Texts that may wait for these threads.
+#: Limits on texts in these threads and their queue.
 _MAX_TOKENIZING, _MAX_TOKENIZING_OF_TENANT = 64, 8
 #: JSON writes a control character in six bytes.
 _JSON_ESCAPE_BYTES = 6
-#: Messages of one chat.
+#: Most messages in one chat.
 MAX_MESSAGES = 1024
-#: Names, parameters, and the messages' roles.
+#: Allowance for names, parameters and the messages' roles.
 _OTHER_FIELDS_BYTES = 256 * 1024
 _TOKENIZING_RETRY_S = 1.0
 _MAX_CHECKED_GUIDES = 256
 
 
 def max_message_bytes(tokenizer: Tokenizer, *, is_json: bool) -> int:
-    """Of a request, before it is parsed: the longest text, as JSON may write it, and some for the rest."""
+    """Limit on a request before it is parsed: the longest text, escaped for JSON, plus the other fields."""
     escaped = _JSON_ESCAPE_BYTES if is_json else 1
     return tokenizer.max_text_bytes * escaped + _OTHER_FIELDS_BYTES
 
@@ -115,11 +115,11 @@ class Gateway:
         self._ended = ended
         self._pieces = PieceCache()
         self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
-        #: By tenant, of texts that are tokenized or wait for that.
+        #: Texts in the tokenizing threads or their queue, by tenant.
         self._num_tokenizing: Counter[str] = Counter()
-        #: One text of a tenant at a time, so that tenants do not wait for each other's texts.
+        #: Allows one text per tenant at a time, so that no tenant occupies all threads.
         self._tokenizing_turns: defaultdict[str, asyncio.Semaphore] = defaultdict(asyncio.BoundedSemaphore)
-        #: Guides that can be compiled, the oldest first.
+        #: Guides known to compile, the oldest first.
         self._checked_guides: dict[Guide, None] = {}
         self._checking_guide = asyncio.Lock()
         #: Ids of running requests; the pods need them to be unique.
@@ -139,15 +139,15 @@ class Gateway:
             raise
 
     def turned_away(self, error: InvalidRequestError | GatewayError) -> None:
-        """Counts and logs a call that ended before it was a well-formed request."""
+        """Counts and logs a call that was refused before it became a well-formed request."""
         self._metrics.refused(error)
         shown = presentation(error)
-        # Not the message, which may quote the caller's text.
+        # The message is left out, because it may quote the caller's text.
         field = {"field": error.field} if isinstance(error, InvalidRequestError) else {}
         self._log.info("request", outcome=shown.outcome.value, code=shown.code, **field)
 
     def begin_trace(self, headers: Headers, kind: str, *, started_ns: int) -> RequestTrace:
-        """Of an authenticated call for an answer; `kind` as in AnswerRecord."""
+        """Begins the trace of an authenticated call for an answer; `kind` as in AnswerRecord."""
         name = f"{trace_attributes.operation(kind)} {self.manifest.name}"
         trace = self._tracing.begin(headers, name, "receive", started_ns=started_ns, is_entry=True)
         if trace.is_recording:
@@ -161,7 +161,7 @@ class Gateway:
         choice: ToolChoice = NO_TOOLS,
         options: ChatOptions = DEFAULT_OPTIONS,
     ) -> TokenizedRequest:
-        """Checks, renders and tokenizes a chat. The choice's tools take the place of those in `options`.
+        """Checks, renders and tokenizes a chat. The tools of `choice` replace those in `options`.
 
         Raises InvalidRequestError, ForbiddenError.
         """
@@ -220,7 +220,7 @@ class Gateway:
         return self._tokenized(received, token_ids, field="prompt")
 
     async def _check_guide(self, received: ReceivedRequest) -> None:
-        """Raises InvalidRequestError naming what of the request's guide cannot be used."""
+        """Raises InvalidRequestError, naming the unsupported part, if the request's guide cannot be used."""
         guide = received.sampling.get("guide")
         if guide is None or guide in self._checked_guides:
             return
@@ -231,7 +231,7 @@ class Gateway:
             del self._checked_guides[next(iter(self._checked_guides))]
 
     async def count_text(self, caller: Caller, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text that is not to be answered. Raises InvalidRequestError, OverloadedError."""
+        """Tokenizes a text without answering it. Raises InvalidRequestError, OverloadedError."""
         return await self._encode(
             caller,
             [text],
@@ -246,8 +246,8 @@ class Gateway:
         field: str,
         encode: Callable[[], list[int]],
     ) -> list[int]:
-        """Runs `encode`, outside of the event loop if it may take long. Raises OverloadedError, and
-        ContextLengthError for texts that cannot fit, without tokenizing them."""
+        """Runs `encode`, in a thread for long texts. Raises OverloadedError, and ContextLengthError for texts
+        that cannot fit, without tokenizing them."""
         num_chars, limit = sum(map(len, texts)), self.tokenizer.max_text_bytes
         if num_chars > limit or (num_chars * 4 > limit and sum(len(text.encode()) for text in texts) > limit):
             raise ContextLengthError(
@@ -276,7 +276,7 @@ class Gateway:
             await turn.acquire()
             loop = asyncio.get_running_loop()
             work = self._tokenizing.submit(encode)
-            # A thread that has begun goes on when the caller leaves, and its turn ends with it.
+            # The thread continues when the caller leaves, and holds the tenant's turn until it ends.
             work.add_done_callback(lambda _: loop.call_soon_threadsafe(turn.release))
             return await asyncio.wrap_future(work)
         finally:
@@ -326,7 +326,7 @@ class Gateway:
         return request
 
     def _num_kept(self, received: ReceivedRequest) -> int:
-        """Tokens of a truncated prompt."""
+        """Number of tokens to keep of a truncated prompt."""
         if received.truncate_to is not None and received.truncate_to > 0:
             return received.truncate_to
         context = self.manifest.max_model_len
@@ -334,7 +334,8 @@ class Gateway:
         return max(context - int(room), 1)
 
     def _with_bad_texts(self, received: ReceivedRequest) -> Mapping[str, Any]:
-        """The given sampling fields; the texts of bad_words as token ids, within a text and at its start."""
+        """Adds the texts of bad_words to the given sampling fields as token ids, both for the middle and
+        for the start of a text."""
         if not received.bad_texts:
             return received.sampling
         words = dict.fromkeys(received.sampling.get("bad_words", ()))
@@ -357,7 +358,7 @@ class Gateway:
     async def run(self, requests: Sequence[TokenizedRequest]) -> AsyncGenerator[Event, None]:
         """Yields the events of all choices of one call. Close the generator to cancel them.
 
-        They are admitted together and take a place each, or each beam does. Raises OverloadedError,
+        All choices are admitted together; each choice, or each beam, takes one place. Raises OverloadedError,
         DeadlineError, UnavailableError, UpstreamError.
         """
         if requests[0].request_id in self._running_ids:
@@ -377,12 +378,12 @@ class Gateway:
         if trace.is_recording:
             trace.set(trace_attributes.of_choices(len(requests), num_prompt))
         num_unused = 0
-        #: What a refusal said. The error itself would hold this frame, which would hold the error.
+        #: Fields of a refusal. Keeping the error itself would create a cycle with this frame.
         refusal: dict[str, str] = {}
         try:
             self._rates.take(first.tenant, first.limits.tokens_per_minute, num_prompt)
             num_unused = num_prompt
-            # The longest prompt waits for the others: what is kept for it is kept for all.
+            # All prompts meet their objectives if the longest one does after the others.
             longest = max(requests, key=lambda one: len(one.prompt_token_ids))
             num_others = num_prompt - len(longest.prompt_token_ids)
             async with self._admission.slot(longest, num_places(requests), num_others) as admitted:
@@ -397,7 +398,7 @@ class Gateway:
                             self._complete(choice, event, admitted)
                             num_left -= 1
                             if not num_left:
-                                break  # the last event is sent when the places are free
+                                break  # the last event is sent after the places are released
                         elif choice.relayed(len(event.token_ids)):
                             admitted.num_tokens = max(admitted.num_tokens, choice.num_tokens)
                             if not admitted.first_at:
@@ -459,7 +460,7 @@ class Gateway:
             self._log_end(running, outcome, refusal)
 
     def _count_answers(self, running: Sequence[Running]) -> None:
-        """By prompt; of a resumed call, the answers that were not complete before."""
+        """Counts the answers of each prompt; for a resumed call those that it completed."""
         num_tokens: defaultdict[int, list[int]] = defaultdict(list)
         for choice in running:
             if choice.end is not None:
@@ -494,7 +495,7 @@ class Gateway:
         )
 
     def fleet_status(self, caller: Caller) -> gateway_pb2.GetFleetStatusResponse:
-        """Only an operator sees which prompts the pods compute: their ids are those of other tenants too."""
+        """Lists the pods. Only operators see the prompts in them, whose ids belong to all tenants."""
         return gateway_pb2.GetFleetStatusResponse(
             pods=[pod.to_proto(with_prompts=caller.is_operator) for pod in self.fleet.pods()],
             requests_queued=self._admission.places.num_waiting,
@@ -508,7 +509,7 @@ class Gateway:
     def _complete(self, choice: Running, end: decode_pb2.DecodeFinished, admitted: Admitted) -> None:
         """Adds the gateway's fields to the pod's receipt: queue time, TTFT and E2E at the gateway, SLO.
 
-        Predictions are of the choice by which the call was judged.
+        Only the choice for which admission predicted the call gets the predictions.
         """
         now = time.monotonic()
         choice.end, receipt = end, end.receipt
@@ -516,7 +517,7 @@ class Gateway:
         forecast = admitted.forecast if is_judged else None
         e2e_s = now - request.arrived
         ttft_s = (choice.first_at or now) - request.arrived
-        # Of a resumed answer, those that came now.
+        # Tokens of this computation; a resumed answer has earlier ones too.
         num_output = receipt.output_tokens - len(request.output_token_ids)
         tpot_s = (e2e_s - ttft_s) / (num_output - 1) if num_output > 1 else 0.0
         miss = request.slo.miss(ttft_s, tpot_s, e2e_s)

@@ -1,18 +1,18 @@
-"""Streams one request from a decode pod, and goes on with another pod if the pod is lost.
+"""Streams one request from a decode pod, and continues on another pod if the pod is lost.
 
     choose pod -> Decode(request, tokens so far) -> DecodeChunk, ..., DecodeFinished
        ^               |
        +-- pod lost: tries another pod, or waits for one. If two pods of either role crashed with the request
-       |   since its last token, or four went silent, it may be the cause and is not sent to another one. A
-       |   refused connection or a cancellation while draining is no crash
-       +-- the pod drains: leaves it as soon as another pod is there, which fetches the KV from it
+       |   since its last token, or four went silent, it may be the cause and is not tried again. A refused
+       |   connection or a cancellation while draining is no crash
+       +-- the pod drains: moves to another pod as soon as there is one, which fetches the KV from it
        +-- FAILED_PRECONDITION, the request exceeds the pod's KV pool: tries another pod; if every pod is
            too small, raises ContextLengthError
 
-The next pod gets the tokens that came so far and sends those after them. They are the tokens that the lost
-pod would have sent: a token depends on prompt, output, parameters and seed alone. A beam search has no tokens
-before its end, so the next pod begins it anew and finds the same texts. Closing the generator cancels the
-call, and the pod frees its resources.
+The next pod gets the tokens so far and sends the tokens after them. They equal the tokens that the lost pod
+would have sent, because a token depends only on prompt, output, parameters and seed. A beam search has no
+tokens before its end, so the next pod starts again and finds the same texts. Closing the generator cancels
+the call, and the pod frees its resources.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from tandem_gateway.request import Event, TokenizedRequest
 _POD_FULL_RETRY_S = 1.0
 #: A pod sends something every 0.25 s; one that sends nothing for this long has stopped or cannot be reached.
 _SILENCE_LIMIT_S = 1.0
-#: Within which a pod ends the call after its last event.
+#: Time for a pod to end the call after its last event.
 _END_LIMIT_S = 1.0
 #: Statuses of a lost pod; a draining pod cancels its running calls.
 _POD_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-#: For how much of a crash a silence counts. A pod whose engine hangs says so; silence is likelier the fault
-#: of a host or a network.
+#: Weight of a silent pod, in crashes. A pod reports a hanging engine, so silence more likely means a failed
+#: host or network.
 _SILENCE_CRASHES = 0.5
 _FINISH_REASONS = frozenset(common_pb2.FinishReason.values()) - {common_pb2.FINISH_REASON_UNSPECIFIED}
 
@@ -66,7 +66,7 @@ DecodeCall: TypeAlias = "grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, deco
 
 
 class _LostError(Exception):
-    """The pod is lost. `accepted`: it had accepted the call; `crashes`: for how many crashes that counts."""
+    """The pod is lost. `accepted`: it had accepted the call; `crashes`: the weight of the loss in crashes."""
 
     def __init__(self, message: str, cause: LossCause, *, accepted: bool, crashes: float = 0.0) -> None:
         super().__init__(message)
@@ -98,32 +98,32 @@ class Relay:
         self._metrics = metrics
         self._failover_wait_s = failover_wait_s
         self._log = structlog.get_logger("tandem.relay")
-        #: Reads calls to their ends.
+        #: Tasks that read calls to their ends.
         self._ending: set[asyncio.Task[None]] = set()
 
     async def stream(self, request: TokenizedRequest) -> AsyncGenerator[Event | decode_pb2.DecodeBeams, None]:
-        """Events of the request, a DecodeFinished last; of a beam search DecodeBeams alone. Raises
+        """The events of the request, a DecodeFinished last; a beam search has one DecodeBeams instead. Raises
         InvalidRequestError or GatewayError."""
-        #: Targets. A pod that answers polls but no calls is healthy again soon; without this set two of them
-        #: would get the request in turns until its deadline.
+        #: Targets that failed. A pod that answers polls but no calls soon counts as healthy again; without
+        #: this set, two such pods would alternate until the deadline.
         failed: frozenset[str] = frozenset()
-        #: By target; unlike a pod that failed, a pod that is too small is not tried again.
+        #: Pods that are too small, by target; they are never tried again.
         too_small: dict[str, _TooSmallError] = {}
         #: The answer so far.
         tokens = list(request.output_token_ids)
         num_lost = 0
-        #: Pods of either role that crashed since the last token; one that went silent counts less.
+        #: Crashes of pods of either role since the last token; a silent pod counts less than one.
         num_crashed = 0.0
-        #: The pod that the answer has just left, if it drains and so still has the KV.
+        #: The draining pod that the answer has just left, which still has the KV.
         kv_source = ""
         #: End of the wait in the current outage; None: no outage.
         give_up_at: float | None = None
         trace, is_waiting = tracing.current(), False
-        #: In the gateway, for a first pod.
+        #: Time until the first pod was there.
         waited_ns, began_ns = 0, time.monotonic_ns()
-        #: Of the pods that were lost: see failover_ns of Receipt.
+        #: Sums over lost pods; see failover_ns of Receipt.
         decode_ns = failover_ns = 0
-        #: Since when nothing of use has come, after a loss.
+        #: Start of the current time without progress, after a loss.
         idle_since_ns: int | None = None
         while True:
             # Without another pod, try one that failed and is healthy again.
@@ -144,7 +144,7 @@ class Relay:
             if is_waiting and not num_lost:
                 waited_ns = time.monotonic_ns() - began_ns
             num_before, num_crashed_before = len(tokens), num_crashed
-            #: Of this pod's attempts at prefill pods.
+            #: Failed attempts of this pod at prefill pods.
             num_failed = 0
             is_waiting = False
             tried_ns, first_ns, last_ns = time.monotonic_ns(), 0, 0
@@ -157,8 +157,9 @@ class Relay:
                 async with aclosing(call) as events:
                     async for event in events:
                         if isinstance(event, decode_pb2.DecodeProgress):
-                            if (told := max(event.prefill_failures, event.prefill_crashes)) > num_failed:
-                                num_failed = told
+                            reported = max(event.prefill_failures, event.prefill_crashes)
+                            if reported > num_failed:
+                                num_failed = reported
                                 self._fleet.note_failure()
                             if event.prefill_crashes:
                                 num_crashed = num_crashed_before + event.prefill_crashes
@@ -215,7 +216,7 @@ class Relay:
             )
 
     def _outage_ends(self, request: TokenizedRequest) -> float:
-        """When to give up an outage that begins now."""
+        """When an outage that begins now ends the request."""
         return min(time.monotonic() + self._failover_wait_s, request.deadline)
 
     async def _stream_from(
@@ -342,7 +343,8 @@ class Relay:
         tokens: Sequence[int],
         num_lost: int,
     ) -> bool:
-        """Whether the chunk comes after `tokens`, and a first one has all that belongs to it."""
+        """Whether the chunk follows `tokens`, and a first chunk has the prompt's log probabilities if
+        wanted."""
         if (num_lost or request.is_repeated) and chunk.offset != len(tokens):
             return False
         return bool(tokens) or request.sampling.prompt_logprobs is None or chunk.HasField("prompt_logprobs")
@@ -361,9 +363,9 @@ class Relay:
         left_s = give_up_at - time.monotonic()
         if left_s <= 0:
             if time.monotonic() >= request.deadline:
-                raise DeadlineError("the deadline passed while no decode pod was there")
-            reason = "" if largest is None else f" (those that are there cannot hold it: {largest})"
-            raise UnavailableError(f"no decode pod is there to serve the request{reason}; try again later")
+                raise DeadlineError("the deadline passed while no decode pod was available")
+            reason = "" if largest is None else f" (the listed pods cannot hold it: {largest})"
+            raise UnavailableError(f"no decode pod is available for the request{reason}; try again later")
         await self._fleet.wait_for_change(left_s)
 
     def _translate(self, error: grpc.aio.AioRpcError, route: Route) -> InvalidRequestError | GatewayError:
@@ -383,7 +385,7 @@ class Relay:
 
 
 async def _read_to_end(call: DecodeCall, responses: AsyncIterator[decode_pb2.DecodeResponse]) -> None:
-    """After the last event: the pod ends the call, which would count as cancelled if it were dropped."""
+    """Reads on after the last event until the pod ends the call; a dropped call would count as cancelled."""
     with suppress(TimeoutError, grpc.aio.AioRpcError):
         async with asyncio.timeout(_END_LIMIT_S):
             async for _ in responses:

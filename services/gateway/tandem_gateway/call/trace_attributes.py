@@ -1,4 +1,4 @@
-"""What a request's span says: GenAI semantic conventions, the names that vLLM and SGLang set, and ours.
+"""Attributes of a request's span: GenAI semantic conventions, the names that vLLM and SGLang set, and ours.
 
 Numbers, ids and names only: no text, no token ids, no stop strings.
 """
@@ -25,7 +25,7 @@ _REASONS: Mapping[int, str] = MappingProxyType(
 
 
 def of_call(kind: str, model: str) -> dict[str, Value]:
-    """Of a call for an answer of `model`; `kind` as in AnswerRecord."""
+    """Attributes of a call for an answer of `model`; `kind` as in AnswerRecord."""
     return {
         "gen_ai.operation.name": operation(kind),
         "gen_ai.provider.name": "tandem",
@@ -63,11 +63,11 @@ def of_choices(num_choices: int, num_prompt: int) -> dict[str, Value]:
 
 
 def of_answer(choices: Sequence[Running], model: str) -> dict[str, Value]:
-    """Of all choices, which have ended; pods and stages, in seconds, are those of the first."""
+    """Attributes of a call whose choices have all ended; pods and stages, in seconds, of the first choice."""
     ends = [choice.end for choice in choices if choice.end is not None]
     receipts = [end.receipt for end in ends]
     receipt, num_output = receipts[0], sum(receipt.output_tokens for receipt in receipts)
-    # Of each prompt's first choice: the others find the prompt in the cache.
+    # Counted for each prompt's first choice, since the others find the prompt in the cache.
     of_prompt = {c.request.prompt_token_ids: r for c, r in zip(choices[::-1], receipts[::-1], strict=True)}
     num_cached = sum(receipt.cached_tokens for receipt in of_prompt.values())
     prefill_s, decode_s = receipt.prefill_ns / NS_PER_S, receipt.decode_ns / NS_PER_S
@@ -102,8 +102,8 @@ def of_answer(choices: Sequence[Running], model: str) -> dict[str, Value]:
 def of_incomplete(
     choices: Sequence[Running], error: Exception | None = None, *, is_in_time: bool = False
 ) -> dict[str, Value]:
-    """Of a call without a complete answer. `error`: None if its client left, or its deadline passed;
-    `is_in_time`: it left while all objectives were kept, so that none is met or missed."""
+    """Attributes of a call without a complete answer. `error` None: its client left, or its deadline passed;
+    `is_in_time`: the client left while all objectives were kept, so the SLO is neither met nor missed."""
     num_output = sum(choice.num_tokens for choice in choices)
     attributes: dict[str, Value] = {
         "gen_ai.usage.output_tokens": num_output,

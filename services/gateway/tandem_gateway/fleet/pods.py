@@ -4,7 +4,7 @@ discovery lists a target      a Pod is added, unhealthy until it answers
 poll, each second             SERVING -> healthy; NOT_SERVING -> unhealthy
 UNAVAILABLE                   to a poll or a request: unhealthy at once, polled again soon
 poll timed out                unhealthy after three in a row, because a busy pod may answer late once
-discovery withholds a target  (it terminates, or is not ready) it gets nothing new; its requests go on
+discovery withholds a target  (it terminates, or is not ready) no new requests; running ones continue
 discovery drops a target      the Pod is removed; its channel is closed after its requests have ended
 """
 
@@ -41,15 +41,15 @@ from tandem_gateway.fleet.pod_load import Backlog, PodLoad
 _POLL_TIMEOUT_S = 2.0
 _MAX_MISSES = 3
 _FRESH_S = 5.0
-#: Failures with less time between them are what is to be expected.
+#: Failures less than this apart are one series, during which failures are expected.
 _FAILURES_APART_S = 10.0
-#: An engine's longest step: a chunk of a prompt takes a large model seconds on a CPU.
+#: Longest step of an engine; a chunk of a prompt takes seconds with a large model on a CPU.
 _LONGEST_STEP_S = 60.0
-#: Time for the requests of a pod that is no longer listed to end.
+#: Time for the requests of an unlisted pod to end.
 _LONGEST_REQUEST_S = 600.0
 #: Poll interval of an unhealthy pod.
 _RECHECK_S = 0.2
-#: In which a pod that starts may be out of reach without a warning; a large model takes longer to load.
+#: No warning is logged for an unreachable starting pod before this time; large models take longer to load.
 _START_LIMIT_S = 60.0
 
 
@@ -59,8 +59,8 @@ class Role(enum.Enum):
 
 
 class Pod:
-    """One pod and the channel to it. `in_flight` counts this gateway's own requests on it, `backlog` has the
-    prompts that it has yet to compute."""
+    """One pod and the channel to it. `in_flight` counts this gateway's requests on it; `backlog` holds the
+    prompts that it has not computed yet."""
 
     def __init__(self, role: Role, target: str, pod_tls: PodTls | None = None) -> None:
         self.role = role
@@ -70,31 +70,31 @@ class Pod:
         self.healthy = False
         #: Topology zone; "": unknown.
         self.zone = ""
-        #: Why discovery says that it gets nothing new; "": it may.
+        #: Why discovery withholds it; "": it may get new requests.
         self.withheld = ""
         self.in_flight = 0
-        #: How many tokens each of them is expected to get yet, by request id.
+        #: Expected remaining tokens of each request in flight, by request id.
         self.tokens_left: dict[str, int] = {}
         #: Requests of other gateways, at the last report.
         self.num_foreign = 0
-        #: And at the one before: requests of this gateway that ended meanwhile look like others' once.
+        #: The value before: this gateway's requests that ended between two reports count as foreign once.
         self._num_foreign_before = 0
         self.load = PodLoad()
         self.backlog = Backlog()
-        #: The last report, unchanged.
+        #: The last report.
         self.report = common_pb2.PodStatus()
         #: Monotonic seconds of the last answer; None before the first.
         self.last_seen: float | None = None
         self.misses = 0
-        #: Cause of its being unhealthy, for the log.
+        #: Why it is unhealthy, for the log.
         self.cause = "not polled yet"
-        #: As the log has it; None: nothing is logged yet.
+        #: The last logged cause; None: none yet.
         self.logged_cause: str | None = None
         self.found_at = time.monotonic()
 
     def renew_channel(self) -> grpc.aio.Channel | None:
-        """After a change of this gateway's certificates: opens a channel with the new ones; returns the one
-        before, whose calls go on until it is closed."""
+        """Opens a new channel if this gateway's certificates changed; returns the old one, whose calls
+        continue until it is closed."""
         if self._tls is None or self._tls.pems() is self._pems:
             return None
         previous = self.channel
@@ -107,8 +107,7 @@ class Pod:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether what it last reported is new enough to predict from; during a step that is the end of the
-        one before."""
+        """Whether the last report is new enough for predictions; pods report at the end of each step."""
         if self.last_seen is None:
             return False
         age_s = time.monotonic() - self.last_seen + self.report.age_seconds
@@ -116,15 +115,15 @@ class Pod:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has requests of no gateway."""
+        """Whether it has no requests, of this or any other gateway."""
         return not self.in_flight and not (self.num_foreign and self._num_foreign_before)
 
     def num_beside(self, num_output: int) -> float:
-        """Sequences beside an answer of so many tokens, on average until its end."""
+        """Mean number of other sequences in the batch of an answer of `num_output` tokens."""
         return self.beside()(num_output)
 
     def beside(self) -> Callable[[int], float]:
-        """The same, for many lengths at the same moment."""
+        """`num_beside` as a function, for many lengths at the same moment."""
         ordered = sorted(self.tokens_left.values())
         sums = [0, *accumulate(ordered)]
 
@@ -138,7 +137,7 @@ class Pod:
 
     @property
     def num_decoding(self) -> int:
-        """Sequences that run, as far as this gateway knows."""
+        """Running sequences that this gateway knows of."""
         return max(len(self.tokens_left) - self.backlog.num_own, 0) + self.num_foreign
 
     async def poll(self) -> bool:
@@ -212,8 +211,7 @@ class Fleet:
         self._follower: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._discovered = asyncio.Event()
-        #: Monotonic seconds since when pods are lost, or fail to compute prompts, one after the other; and of
-        #: the last time.
+        #: Monotonic seconds of the first and the last failure in the current series, see `note_failure`.
         self.failing_since: float = -math.inf
         self._failed_at = -math.inf
         self._log = structlog.get_logger("tandem.fleet")
@@ -246,15 +244,15 @@ class Fleet:
         return list(self._pods[role].values())
 
     def mark_dead(self, pod: Pod, cause: str, *, is_expected: bool = False) -> None:
-        """Called when a request gets UNAVAILABLE; the pod is not used until it answers a poll. `is_expected`:
-        it said before that it would stop."""
+        """Call it when a request gets UNAVAILABLE; the pod is unused until it answers a poll.
+        `is_expected`: the pod had announced that it stops."""
         if not is_expected:
             self.note_failure()
         self._set_health(pod, cause=cause)
 
     def note_failure(self) -> None:
-        """A pod is lost without warning, or failed to compute a prompt. Predictions made before could not
-        know of it; where that happens all the time, those that are made meanwhile tell what it costs."""
+        """Call it when a pod is lost without warning, or failed to compute a prompt. Earlier predictions
+        could not include it; in a long series of failures, later predictions do."""
         now = time.monotonic()
         if now - self._failed_at > _FAILURES_APART_S:
             self.failing_since = now
@@ -287,7 +285,7 @@ class Fleet:
                 pod.zone = endpoint.zone
                 if pod.withheld != endpoint.withheld:
                     pod.withheld = endpoint.withheld
-                    # The next poll says whether it is healthy, if it may be used again.
+                    # The next poll decides about its health, if it may be used again.
                     self._set_health(pod, cause=endpoint.withheld or "not polled since")
             for target in set(known) - {endpoint.target for endpoint in endpoints}:
                 pod = known.pop(target)
@@ -333,8 +331,8 @@ class Fleet:
             )
 
     def _set_health(self, pod: Pod, *, cause: str, may_start: bool = False) -> None:
-        """`cause`: why the pod is unhealthy; "": it is healthy. `may_start`: a pod that starts has it too,
-        which is not worth a warning before it has had time for that."""
+        """`cause`: why the pod is unhealthy; "": it is healthy. `may_start`: a starting pod also has this
+        cause, so no warning is logged at first."""
         was_healthy, pod.healthy = pod.healthy, not cause
         pod.cause = cause
         is_starting = pod.logged_cause is None and time.monotonic() - pod.found_at < _START_LIMIT_S
