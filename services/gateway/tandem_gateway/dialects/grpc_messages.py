@@ -1,4 +1,4 @@
-"""The messages and tools of a gRPC ChatRequest, as the chat template takes them."""
+"""Converts the messages, tools and options of a gRPC ChatRequest for the chat template."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def to_tool_choice(request: gateway_pb2.ChatRequest) -> ToolChoice:
 
 
 def to_options(request: gateway_pb2.ChatRequest) -> ChatOptions:
-    """Without tools. Raises InvalidRequestError naming the field."""
+    """The options apart from tools. Raises InvalidRequestError naming the field."""
     arguments = _object("template_arguments", request.template_arguments)
     check_levels("template_arguments", arguments)
     return ChatOptions(
@@ -54,7 +54,7 @@ def to_options(request: gateway_pb2.ChatRequest) -> ChatOptions:
 
 
 def _definition(index: int, tool: gateway_pb2.Tool) -> dict[str, JsonValue]:
-    """In OpenAI's form."""
+    """The tool in OpenAI's form."""
     function: dict[str, JsonValue] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
@@ -66,7 +66,7 @@ def _definition(index: int, tool: gateway_pb2.Tool) -> dict[str, JsonValue]:
 
 
 def _object(field: str, text: str) -> dict[str, JsonValue]:
-    """Of a JSON text; {} of an empty one."""
+    """Parses a JSON object; an empty text means {}. Raises InvalidRequestError."""
     try:
         value = from_json(text or "{}", allow_inf_nan=False)
     except ValueError as error:

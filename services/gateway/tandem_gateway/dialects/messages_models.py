@@ -1,9 +1,7 @@
-"""Bodies of Anthropic's Messages API, read as the chat that they mean.
+"""Bodies of Anthropic's Messages API, read as chats.
 
-    system, messages with blocks of text, tool_use and tool_result -> messages
-    max_tokens, stop_sequences, tools with input_schema, tool_choice -> those of a chat
-
-Fields that both APIs have, and those of Tandem (seed, slo_class, ...), are those of a chat.
+system, messages with blocks of text, tool_use and tool_result -> messages
+max_tokens, stop_sequences, tools with input_schema, tool_choice -> those of a chat
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from tandem_core.errors import InvalidRequestError, quoted
 from tandem_gateway.dialects.chat_dialect import ChatDialectBody, JsonObject, part_text, text_of
 from tandem_gateway.errors import UnsupportedFieldError
 
-#: `tool_choice` by its type, as a chat has it.
+#: A chat's `tool_choice` by the type of this API's.
 _CHOICES: dict[JsonValue, str] = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -86,7 +84,7 @@ def _add_message(messages: list[JsonObject], where: str, message: JsonObject) ->
         kind = block.get("type") if isinstance(block, dict) else None
         if not isinstance(block, dict) or kind not in ("text", "tool_use", "tool_result", "thinking"):
             raise UnsupportedFieldError(
-                at, f"is a block of type {quoted(str(kind))}; only text and tools are"
+                at, f"is a block of type {quoted(str(kind))}; only text and tools are supported"
             )
         if kind == "text":
             texts.append(part_text(at, block))

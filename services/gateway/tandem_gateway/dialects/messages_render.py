@@ -1,4 +1,4 @@
-"""Renders a chat's answer as Anthropic's Messages API shows it: one message, or a stream of typed events.
+"""Renders a chat's answer for Anthropic's Messages API: one message, or a stream of typed events.
 
 message_start
 for each block    content_block_start, content_block_delta ..., content_block_stop
@@ -34,7 +34,7 @@ class MessagesRenderer(TypedEventsRenderer):
         super().__init__(record, model, token_bytes)
         self._num_prompt = len(record.request.prompt_token_ids)
         self._has_started = False
-        #: The kind of the open block, and how many blocks there were with it.
+        #: Kind of the open block, and number of blocks including it.
         self._open, self._num_blocks = "", 0
         self._ending: _Object = {}
 
@@ -68,7 +68,7 @@ class MessagesRenderer(TypedEventsRenderer):
         delta = choice["delta"]
         calls = delta.get("tool_calls") or ()
         for call in calls:
-            if not call.get("id"):  # belongs to the open block, which text would close
+            if not call.get("id"):  # continues the open block, before text closes it
                 events += self._arguments(call)
         if text := delta.get("content"):
             events += self._block("text", {"type": "text", "text": ""})
@@ -122,7 +122,7 @@ class MessagesRenderer(TypedEventsRenderer):
 
 
 def _stop(choice: _Object) -> _Object:
-    """A stop string is one of the caller's; the model's end has none."""
+    """Why the message ended; `stop_sequence` is set for a stop string of the caller."""
     sequence = choice.get("stop_reason")
     if isinstance(sequence, str) and choice["finish_reason"] == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
@@ -136,7 +136,7 @@ def _head_of(call: _Object) -> _Object:
 def _parsed(arguments: str) -> Any:
     try:
         return json.loads(arguments)
-    except ValueError:  # cut off by the limit of tokens
+    except ValueError:  # incomplete because of the token limit
         return {}
 
 

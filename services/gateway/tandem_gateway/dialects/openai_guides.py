@@ -1,9 +1,9 @@
-"""Guided decoding as OpenAI's and vLLM's clients ask for it.
+"""Guided decoding in the fields of OpenAI's and vLLM's clients.
 
 response_format      {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": ...}}; the
                      schema is always enforced, whatever `strict` says
 structured_outputs   vLLM's: one of json, regex, choice, grammar, json_object
-guided_json, ...     vLLM's older names of the same
+guided_json, ...     vLLM's older names for it
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem_gateway.dialects.json_body import JsonBody
 from tandem_gateway.errors import UnsupportedFieldError
 
 _OBJECT = '{"type": "object"}'
-#: The time to convert one grows with its square, and other streams wait.
+#: Conversion takes time quadratic in the length and blocks other streams.
 MAX_GBNF_BYTES = 4096
 
 
@@ -68,7 +68,7 @@ class StructuredOutputs(_Strict):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    #: Options of vLLM's backends, which do not differ in what the text may be.
+    #: Options of vLLM's backends without an effect on the allowed texts.
     disable_fallback: bool | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
@@ -77,7 +77,7 @@ class StructuredOutputs(_Strict):
     model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
 
     def guide(self, prefix: str = "structured_outputs.") -> Guide | None:
-        """`prefix`: of the fields as the client named them. Raises InvalidRequestError."""
+        """`prefix`: how the client's field names begin. Raises InvalidRequestError."""
         if self.disable_additional_properties or self.whitespace_pattern is not None:
             raise UnsupportedFieldError(
                 "structured_outputs",
@@ -91,11 +91,11 @@ class StructuredOutputs(_Strict):
             None if self.grammar is None else _of_grammar(self.grammar, f"{prefix}grammar"),
             Guide(GuideKind.JSON_SCHEMA, _OBJECT, f"{prefix}json_object") if self.json_object else None,
         ]
-        return only(guides)
+        return only_guide(guides)
 
 
-def only(guides: list[Guide | None]) -> Guide | None:
-    """The one that is given. Raises InvalidRequestError when several are."""
+def only_guide(guides: list[Guide | None]) -> Guide | None:
+    """The only given guide, or None. Raises InvalidRequestError if there are several."""
     given = [guide for guide in guides if guide is not None]
     if len(given) > 1:
         raise InvalidRequestError(
@@ -112,7 +112,7 @@ def _of_schema(schema: dict[str, Any] | bool | str, field: str) -> Guide:
 
 
 def _of_grammar(text: str, field: str) -> Guide:
-    """Lark, or llama.cpp's GBNF, which is known by its `::=`."""
+    """Reads Lark, or llama.cpp's GBNF, recognized by `::=`."""
     guide = Guide(GuideKind.LARK, text, field)
     if "::=" not in text:
         return guide
@@ -122,5 +122,5 @@ def _of_grammar(text: str, field: str) -> Guide:
         )
     try:
         return Guide(GuideKind.LARK, llguidance.gbnf_to_lark.gbnf_to_lark(text), field)
-    except Exception as error:  # a parser by hand, which may fail in any way
+    except Exception as error:  # a hand-written parser that raises anything
         raise InvalidRequestError(field, f"is no GBNF grammar that can be read: {error}") from error

@@ -1,6 +1,6 @@
-"""The messages and tools of OpenAI's chat bodies, as the chat template takes them.
+"""Converts the messages and tools of OpenAI's chat bodies for the chat template.
 
-Older forms are read, too: `functions` with `function_call` are tools, the role "function" is "tool".
+Older forms are supported: `functions` with `function_call` are tools, the role "function" is "tool".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IGNORED_IN_MESSAGE = frozenset({"refusal", "annotations", "audio"})
 
 
 class Body(JsonBody):
-    """A JSON object of the caller; fields that it does not name are in `model_extra`."""
+    """A JSON object of the caller; undeclared fields are in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 

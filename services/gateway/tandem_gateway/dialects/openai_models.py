@@ -21,21 +21,21 @@ from tandem_core.model.conversation import ChatOptions, Message, Turn
 from tandem_core.sampling import SamplingParams
 from tandem_proto.v1 import answers_pb2
 
-from tandem_gateway.dialects.openai_guides import ResponseFormat, StructuredOutputs, only
+from tandem_gateway.dialects.openai_guides import ResponseFormat, StructuredOutputs, only_guide
 from tandem_gateway.dialects.openai_messages import Body, ChatTurn, to_messages, to_tool_choice
 from tandem_gateway.errors import UnsupportedFieldError
 from tandem_gateway.request import MAX_CHOICES, check_call, check_request_id
 from tandem_gateway.tools.choice import ToolChoice, check_levels
 
-#: Fields of the API without an effect on the answer. `spaces_between_special_tokens` has none in vLLM either
-#: with tokenizers of this kind.
+#: Fields of the API without an effect on the answer. `spaces_between_special_tokens` has no effect in vLLM
+#: either with these tokenizers.
 _IGNORED = frozenset(
     {"user", "store", "metadata", "service_tier"}
     | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "include_reasoning"}
     | {"spaces_between_special_tokens"}
 )
-#: Unsupported fields of OpenAI's API and of vLLM's, with their values that have no effect beside those that
-#: mean "off".
+#: Unsupported fields of OpenAI's API and of vLLM's. Values that have no effect are accepted, in addition to
+#: those that mean "off".
 _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "echo": (),
@@ -61,12 +61,12 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 #: Choices, or beams, of all prompts of a call.
 MAX_SEQUENCES = 128
-#: As transformers calls them.
+#: By the names in transformers.
 _EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = MappingProxyType(
     {False: EarlyStopping.HEURISTIC, True: EarlyStopping.WHEN_FULL, "never": EarlyStopping.NEVER}
 )
 _OFF: tuple[object, ...] = (None, False, "", "none", [], {})
-#: Of 2^32 - 1.
+#: Digits of 2^32 - 1.
 _MAX_TOKEN_ID_DIGITS = 10
 
 
@@ -76,7 +76,7 @@ class StreamOptions(Body):
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
-#: A guide has other fields here: see openai_guides.py; so has beam search.
+#: Guides and beam search have other fields here; for guides see openai_guides.py.
 _SAMPLING_TYPES = {
     name: kind
     for name, kind in get_type_hints(SamplingParams).items()
@@ -85,7 +85,7 @@ _SAMPLING_TYPES = {
 if TYPE_CHECKING:
     _SamplingBody = Body
 else:
-    #: The fields of SamplingParams under their names and types; null means the default, as in OpenAI's API.
+    #: The fields of SamplingParams with their names and types; null means the default, as in OpenAI's API.
     _SamplingBody = create_model(
         "_SamplingBody",
         __base__=Body,
@@ -191,7 +191,7 @@ class _CommonBody(_SamplingBody):
                 1.0 if self.length_penalty is None else self.length_penalty,
                 _EARLY_STOPPING[self.early_stopping or False],
             )
-        if given.get("top_k") == -1:  # vLLM's clients say -1 for "all"
+        if given.get("top_k") == -1:  # vLLM's clients send -1 for "all"
             given["top_k"] = 0
         if given.get("seed") == -1:  # and for "any"
             del given["seed"]
@@ -202,17 +202,17 @@ class _CommonBody(_SamplingBody):
 
     @property
     def num_choices(self) -> int:
-        """To be computed for each prompt; a beam search finds the best ones itself."""
+        """Choices to compute for each prompt; a beam search selects the best ones itself."""
         return (not self.use_beam_search and self.best_of) or self.n or 1
 
     @property
     def num_sequences(self) -> int:
-        """Computed at once for each prompt."""
+        """Sequences computed at once for each prompt."""
         return self._beam_width[1] if self.use_beam_search else self.num_choices
 
     @property
     def _beam_width(self) -> tuple[str, int]:
-        """And the field that says it: Tandem's, or vLLM's."""
+        """The field that sets the width, Tandem's or vLLM's, and the width."""
         if self.beam_width is not None:
             return "beam_width", self.beam_width
         return ("n", self.n or 1) if self.best_of is None else ("best_of", self.best_of)
@@ -235,7 +235,7 @@ class _CommonBody(_SamplingBody):
         return self.num_choices > (self.n or 1)
 
     def shown(self) -> answers_pb2.ShownAs:
-        """How the answer is to be shown."""
+        """How to show the answer."""
         return answers_pb2.ShownAs(
             token_ids=bool(self.return_token_ids),
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
@@ -258,12 +258,12 @@ class _CommonBody(_SamplingBody):
 
     @property
     def bad_texts(self) -> tuple[str, ...]:
-        """Of bad_words those that are texts."""
+        """The texts among bad_words."""
         return tuple(word for word in self.bad_words or () if isinstance(word, str))
 
     def _guide(self) -> Guide | None:
         older = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice}
-        return only(
+        return only_guide(
             [
                 self.response_format.guide() if self.response_format is not None else None,
                 self.structured_outputs.guide() if self.structured_outputs is not None else None,
@@ -331,7 +331,7 @@ class ChatBody(_CommonBody):
         )
 
     def chat_options(self) -> ChatOptions:
-        """Without tools."""
+        """The options apart from tools."""
         arguments = self.chat_template_kwargs or {}
         check_levels("chat_template_kwargs", arguments)
         if not self.continue_final_message:
@@ -379,7 +379,7 @@ class CompletionBody(_CommonBody):
         return self.logprobs is not None and self.logprobs is not False
 
     def prompts(self) -> list[str | list[int]]:
-        """Each as a text or as token ids."""
+        """The prompts, each as a text or as token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -419,7 +419,7 @@ def _invalid_body(error: ValidationError) -> InvalidRequestError:
     for part in first["loc"]:
         if isinstance(part, int):
             field += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):  # else a union's branch
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):  # not a union's branch
             field += f".{part}" if field else part
     if first["type"] == "missing":
         return InvalidRequestError(field, "is required; add it")

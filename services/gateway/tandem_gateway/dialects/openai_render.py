@@ -22,7 +22,7 @@ from tandem_gateway.tools.answer_parser import AnswerDelta, CallDelta, parsers_o
 Json = Mapping[str, "JsonValue"]
 JsonValue = str | int | float | bool | None | Sequence["JsonValue"] | Json
 
-#: Log probabilities, chosen tokens and alternatives, that take some ms to render and encode.
+#: Rendering and encoding this many log probabilities takes milliseconds.
 _MANY_VALUES = 4096
 #: OpenAI has no "cancelled"; a cancelled request has no reader.
 _FINISH_REASONS: Mapping[common_pb2.FinishReason.ValueType, str] = {
@@ -40,7 +40,7 @@ def error_json(error: TandemError) -> Json:
 
 
 def usage_json(receipts: Sequence[common_pb2.Receipt], num_choices: int) -> Json:
-    """Of so many choices per prompt, by number. A prompt counts once, the tokens of all choices count."""
+    """Usage over receipts by choice number, `num_choices` per prompt. Each prompt counts once."""
     prompts = receipts[::num_choices]
     num_prompt = sum(receipt.prompt_tokens for receipt in prompts)
     num_output = sum(receipt.output_tokens for receipt in receipts)
@@ -88,7 +88,7 @@ class _Choice:
 class Renderer(ABC):
     """Renders one answer. Chat and plain completions differ in names, shapes and logprobs only."""
 
-    #: The answers that it renders, as in AnswerRecord.
+    #: Kind of the rendered answers, as in AnswerRecord.
     answer_kind: str
     _id_prefix: str
     _whole_object: str
@@ -117,29 +117,29 @@ class Renderer(ABC):
         self._has_prompt_logprobs = sampling.HasField("prompt_logprobs")
         #: Choices with rendered output.
         self._begun: set[int] = set()
-        #: Of choices that have ended, by choice.
+        #: Receipts of ended choices, by choice.
         self._receipts: dict[int, common_pb2.Receipt] = {}
 
     def is_large(self, events: Sequence[Event]) -> bool:
-        """Whether rendering and encoding may take so long that it needs a thread."""
+        """Whether rendering and encoding take long enough to need a thread."""
         chunks = [event for event in events if isinstance(event, decode_pb2.DecodeChunk)]
         num_values = sum(len(chunk.logprobs) for chunk in chunks) * (1 + self._num_top)
         return num_values > _MANY_VALUES or (self._has_prompt_logprobs and any(map(self.is_first, chunks)))
 
     def encode(self, body: Json, event_id: str = "", *, in_steps: bool = False) -> bytes:
-        """What `chunk`, `finish` or `usage_chunk` returned, as server-sent events; `in_steps` for a thread,
-        as in json_bytes."""
+        """Encodes the result of `chunk`, `finish` or `usage_chunk` as server-sent events; `in_steps` as in
+        json_bytes, for use in a thread."""
         return sse(body, event_id, in_steps=in_steps)
 
     def encode_error(self, error: TandemError) -> bytes:
         return sse(error_json(error))
 
     def encode_end(self) -> bytes:
-        """Follows the last event of a complete stream."""
+        """The bytes after the last event of a complete stream."""
         return SSE_DONE
 
     def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
-        """None: there is nothing to show yet, for example while a character is incomplete."""
+        """Renders a chunk; None: nothing to show yet, for example an incomplete character."""
         is_first = self.is_first(chunk)
         shown = self._shown(chunk)
         echoed = self._echoed_text(chunk.choice) if is_first else ""
@@ -154,12 +154,12 @@ class Renderer(ABC):
         if not shows_ids:
             return self._stream_object([choice], with_usage_field)
         choice["token_ids"] = list(shown.token_ids)
-        # The prompt's are in the first chunk, as in vLLM.
+        # The prompt's token ids are in the first chunk, as in vLLM.
         prompt = list(self._prompts[chunk.choice // self._num_choices]) if is_first else None
         return self._of_prompts(self._stream_object([choice], with_usage_field), "prompt_token_ids", [prompt])
 
     def is_first(self, chunk: decode_pb2.DecodeChunk) -> bool:
-        """Whether nothing of its choice was rendered before."""
+        """Whether it is the first rendered chunk of its choice."""
         return chunk.choice not in self._begun
 
     def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
@@ -176,7 +176,7 @@ class Renderer(ABC):
         return self._stream_object([choice], with_usage_field)
 
     def usage_chunk(self) -> Json:
-        """After the last choice's end."""
+        """The chunk after the last choice's end."""
         return {**self._stream_object([], False), "usage": self._usage()}
 
     def whole(self, events: Sequence[Event]) -> Json:
@@ -237,7 +237,7 @@ class Renderer(ABC):
         return usage
 
     def _shown(self, event: EventT) -> EventT:
-        """The part of the event that the caller gets; keeps receipts and prompts' log probabilities."""
+        """The visible part of the event; stores receipts and prompts' log probabilities."""
         if isinstance(event, decode_pb2.DecodeFinished):
             self._receipts[event.choice] = event.receipt
         elif event.HasField("prompt_logprobs"):
@@ -293,11 +293,11 @@ class Renderer(ABC):
     def _logprobs_object(
         self, choice: int, positions: Sequence[common_pb2.PositionLogprobs], *, with_prompt: bool
     ) -> Json:
-        """with_prompt: the prompt's tokens come first."""
+        """`with_prompt`: the prompt's tokens come first."""
 
 
 def _call_json(call: CallDelta) -> dict[str, JsonValue]:
-    """A call, or the part of one that is not its first."""
+    """The first part of a call, or a later part without id and name."""
     if not call.name:
         return {"function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
@@ -330,7 +330,7 @@ class ChatRenderer(Renderer):
         return {"message": message | self._calls_json(part, with_index=False)}
 
     def _calls_json(self, part: AnswerDelta, *, with_index: bool) -> dict[str, JsonValue]:
-        """The field for the calls, if there are any."""
+        """The field for the calls; {} without calls."""
         calls = [_call_json(call) for call in part.calls]
         if not calls:
             return {}
@@ -395,7 +395,7 @@ class CompletionRenderer(Renderer):
             logprobs.append(position.chosen.logprob)
             top.append({self._name(token): token.logprob for token in position.top})
         if before:
-            logprobs[0] = top[0] = None  # nothing comes before the first token
+            logprobs[0] = top[0] = None  # the first token has no log probability
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def _of_prompts(self, body: Json, name: str, values: Sequence[JsonValue]) -> Json:
@@ -403,7 +403,7 @@ class CompletionRenderer(Renderer):
         return {**body, "choices": [{**choice, name: value} for choice, value in choices]}
 
     def _name(self, token: common_pb2.TokenLogprob) -> str:
-        """The token's text; a part of a character as OpenAI writes it, so that names do not collide."""
+        """The token's text; parts of a character are written as in OpenAI's API, so names do not collide."""
         if self._shown_as.tokens_as_ids:
             return self._id_name(token)
         raw = self._bytes_of(token)

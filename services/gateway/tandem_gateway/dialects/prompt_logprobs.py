@@ -1,7 +1,7 @@
-"""A prompt's text and log probabilities, as clients get them.
+"""Shows a prompt's text and log probabilities.
 
-A pod sends the log probabilities of a call's prompts with the first token of each prompt's first choice, in
-arrays (PromptLogprobs), and this module joins them with the prompt's token ids:
+A pod sends a prompt's log probabilities as arrays (PromptLogprobs) with the first token of the prompt's first
+choice. This module joins them with the prompt's token ids:
 
     `prompt_logprobs`   vLLM's field: per token {id: {logprob, rank, decoded_token}}, null for the first
     `echo`              the prompt's text before the answer's, and its tokens among those of `logprobs`
@@ -17,9 +17,9 @@ from tandem_proto.v1 import common_pb2, decode_pb2
 
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest
 
-#: Of one call, for example 24,966 tokens with 20 alternatives each.
+#: Limit per call, for example 24,966 tokens with 20 alternatives each.
 MAX_VALUES = 2**19
-#: How far the text may run ahead of the tokens, where a normalizer has changed a character.
+#: Most bytes to skip in the text where a normalizer has changed a character.
 _MAX_SKIPPED_BYTES = 16
 
 
@@ -41,7 +41,7 @@ def check_size(prompts: Sequence[TokenizedRequest], num_choices: int) -> None:
 def echoed_text(
     tokenizer: Tokenizer, prompt: str | Sequence[int], received: ReceivedRequest, request: TokenizedRequest
 ) -> str:
-    """The text of a prompt: as the caller sent it, unless it sent token ids or had it truncated."""
+    """The text of a prompt as sent, or decoded if it was sent as token ids or truncated."""
     if isinstance(prompt, str) and received.truncate_to is None:
         return prompt
     skips_special = request.sampling.skip_special_tokens
@@ -49,7 +49,7 @@ def echoed_text(
 
 
 def without_output(event: Event) -> Event:
-    """The event in a call that asks for its prompt alone, from whose answer a token is hidden."""
+    """The visible part of an event in a call that asks only for its prompt."""
     if isinstance(event, decode_pb2.DecodeFinished):
         reason = common_pb2.FINISH_REASON_LENGTH
         return decode_pb2.DecodeFinished(choice=event.choice, reason=reason, receipt=event.receipt)
@@ -96,7 +96,7 @@ def to_json(
 def to_positions(
     logprobs: common_pb2.PromptLogprobs, prompt_token_ids: Sequence[int], num_top: int
 ) -> list[common_pb2.PositionLogprobs]:
-    """As those of an answer's tokens; what stands at the first token, which has none, is without meaning."""
+    """The form that an answer's tokens have. The first token's log probability is a placeholder."""
     first = common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=prompt_token_ids[0]))
     tokens = zip(prompt_token_ids[1:], logprobs.logprobs, rows(logprobs), strict=True)
     return [first] + [
@@ -109,12 +109,12 @@ def to_positions(
 
 
 def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
-    """Where each token begins in the text, in characters; a token within a character has that one's place.
+    """Where each token begins in the text, in characters. A token within a character has its position.
 
-    Tokens without a part in the text, such as a special token before it, begin where the next one does.
+    Tokens without text, such as a leading special token, have the position of the next token.
     """
     raw = text.encode("utf-8", "surrogatepass")
-    #: Of each byte, the character that it belongs to.
+    #: The character of each byte.
     char_of: list[int] = []
     for number, char in enumerate(text):
         char_of += [number] * len(char.encode("utf-8", "surrogatepass"))
@@ -122,7 +122,7 @@ def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
     offsets, at = [], 0
     for piece in pieces:
         if at == 0 and not raw.startswith(piece) and raw.startswith(piece.removeprefix(b" ")):
-            piece = piece.removeprefix(b" ")  # which the tokenizer has put there
+            piece = piece.removeprefix(b" ")  # added by the tokenizer
         begin = raw.find(piece, at, at + _MAX_SKIPPED_BYTES + len(piece)) if piece else -1
         offsets.append(char_of[max(begin, at)])
         if begin >= 0:

@@ -1,10 +1,9 @@
-"""Bodies of OpenAI's Responses API, read as the chat that they mean.
+"""Bodies of OpenAI's Responses API, read as chats.
 
     instructions, input items -> messages      text.format -> response_format
     max_output_tokens -> max_completion_tokens      tools, tool_choice -> those of a chat
 
-Nothing is stored here, so what refers to stored state is refused. Fields that both APIs have, and those of
-Tandem and vLLM (seed, stop, top_k, slo_class, ...), are those of a chat.
+Nothing is stored here, so fields that refer to stored state are refused.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class ResponsesBody(ChatDialectBody):
     instructions: str | None = None
     max_output_tokens: int | None = None
     stream_options: JsonObject | None = None
-    #: true is OpenAI's default, so it is accepted; the answer says that nothing is stored.
+    #: true is OpenAI's default, so it is accepted; the answer shows `"store": false`.
     store: bool | None = None
     text: _Text | None = None
     tools: list[JsonObject] | None = None
@@ -143,7 +142,7 @@ def _add_item(messages: list[JsonObject], where: str, item: JsonObject) -> None:
     elif kind == "function_call_output":
         output = text_of(f"{where}.output", item.get("output"), _TEXT_PARTS)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-    elif kind != "reasoning":  # what an earlier answer thought is not sent to the model again
+    elif kind != "reasoning":  # earlier reasoning is not sent to the model again
         raise UnsupportedFieldError(
             f"{where}.type",
             f"is {quoted(str(kind))}; use message, function_call, function_call_output or reasoning",

@@ -1,4 +1,4 @@
-"""Renders a chat's answer as OpenAI's Responses API shows it: one object, or a stream of typed events.
+"""Renders a chat's answer for OpenAI's Responses API: one object, or a stream of typed events.
 
     response.created, response.in_progress
     for each item    response.output_item.added
@@ -58,7 +58,7 @@ class _Item:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
 
-#: The names of the events for text, by the kind of its item.
+#: Names of the events for text, by kind of item.
 _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
@@ -97,7 +97,7 @@ class ResponsesRenderer(TypedEventsRenderer):
         self._finished_by = choice["finish_reason"]
         self._take(delta, logprobs)
         self._close()
-        if not self._output:  # an answer without text is a message without text
+        if not self._output:  # an empty answer has an empty message
             self._add("message", "")
             self._close()
         return self._response(chat["usage"])
@@ -122,11 +122,11 @@ class ResponsesRenderer(TypedEventsRenderer):
         return events
 
     def _take(self, delta: _Object, logprobs: _Object | None) -> list[_Object]:
-        """The events of what a chat's delta brings."""
+        """The events of a chat's delta."""
         events: list[_Object] = []
         calls = delta.get("tool_calls") or ()
         for call in calls:
-            if not call.get("id"):  # belongs to the open item, which other text would close
+            if not call.get("id"):  # continues the open item, before text closes it
                 events += self._call(call)
         if text := delta.get("reasoning_content"):
             events += self._text("reasoning", text, [])
@@ -150,7 +150,7 @@ class ResponsesRenderer(TypedEventsRenderer):
         return [*events, self._of_item(f"{_TEXT_EVENTS[kind]}.delta", item, more)]
 
     def _call(self, call: _Object) -> list[_Object]:
-        """A call's first delta has its id and name, the further ones its arguments."""
+        """The events of a call's delta; the first one has its id and name, later ones arguments."""
         function = call.get("function") or {}
         events: list[_Object] = []
         if call.get("id"):
@@ -229,7 +229,7 @@ class ResponsesRenderer(TypedEventsRenderer):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_output_tokens": sampling.max_tokens,
-            # What a response repeats of its request elsewhere is not kept here.
+            # OpenAI repeats the request's values here, which are not stored.
             "instructions": None,
             "metadata": {},
             "parallel_tool_calls": True,

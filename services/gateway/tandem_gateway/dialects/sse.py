@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-#: As Starlette's JSONResponse.
+#: Encodes like Starlette's JSONResponse.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _CONTAINERS = (dict, list, tuple)
 SSE_DONE = b"data: [DONE]\n\n"
 
 
 def json_bytes(value: object, *, in_steps: bool = False) -> bytes:
-    """`in_steps`: by many short calls of the encoder, between which other threads run."""
+    """Encodes JSON; `in_steps`: in many short calls of the encoder, so that other threads run in between."""
     return "".join(_parts(value) if in_steps else [_ENCODER.encode(value)]).encode()
 
 
 def _parts(value: object) -> Iterator[str]:
-    """What holds no other list or object is one part."""
+    """A value without nested lists or objects is one part."""
     if isinstance(value, dict) and any(isinstance(part, _CONTAINERS) for part in value.values()):
         yield "{"
         for index, (name, part) in enumerate(value.items()):

@@ -2,8 +2,8 @@
 
 http_server.py      uvicorn with limits for connections and headers
 http_app.py         the routes, request ids, errors, CORS
-http_stream.py      streamed responses, and clients that leave
-request_body.py     a body within its limits; json_structure.py: how many values it may hold
+http_stream.py      streamed responses, and client disconnects
+request_body.py     limits of a body; json_structure.py: the limit on its values
 openai_api.py       /v1/..., OpenAI's and Anthropic's
 tokenize_api.py     /tokenize, /detokenize
 grpc_api.py         GatewayService over gRPC

@@ -1,15 +1,15 @@
-"""HTTP: GatewayService in the Connect protocol, which `buf curl` speaks by default.
+"""HTTP: GatewayService in the Connect protocol, the default of `buf curl`.
 
-https://connectrpc.com/docs/protocol. The methods are those of the gRPC servicer; this module only reads and
-writes the wire:
+https://connectrpc.com/docs/protocol. The gRPC servicer implements the methods; this module only reads and
+writes the wire format:
 
     POST /SERVICE/METHOD                        application/json, application/proto
         one message, one response               errors are JSON, with the HTTP status of their code
     POST /SERVICE/METHOD                        application/connect+json, application/connect+proto
         one message, responses in envelopes     errors are in the last envelope; the HTTP status is 200
 
-Bodies are not compressed: envelopes that are get `unimplemented`, as the protocol says. No method may be
-called by GET. There is no reflection: it is a bidirectional stream, which HTTP/1.1 does not carry.
+Compressed envelopes get `unimplemented`, as the protocol requires. Methods do not accept GET. There is no
+reflection, because it is a bidirectional stream, which HTTP/1.1 does not support.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from tandem_gateway.edge.http_stream import ClientGoneError, PartedResponse, unt
 from tandem_gateway.edge.request_body import check_values, max_body_bytes, read_bytes
 from tandem_gateway.errors import DeadlineError
 
-#: Of an envelope: flags, then the length of the message as a big-endian number.
+#: Head of an envelope: flags, then the length of the message as a big-endian number.
 _HEAD_BYTES = 5
 _END_STREAM = 2
 _CODECS = ("json", "proto")
 _TIMEOUT_MS = re.compile(r"[0-9]{1,10}")
-#: Longer messages are read and written as JSON in a thread: it takes milliseconds.
+#: Longer messages are converted from and to JSON in a thread, because it takes milliseconds.
 _LONG_BYTES = 16 * 1024
 
 _HTTP_STATUS: Mapping[grpc.StatusCode, int] = {
@@ -69,7 +69,7 @@ _HTTP_STATUS: Mapping[grpc.StatusCode, int] = {
 
 
 class UnimplementedError(Exception):
-    """What the protocol allows and this server does not do."""
+    """A part of the protocol that this server does not implement."""
 
 
 _STATUS_CODES = {
@@ -80,7 +80,7 @@ _STATUS_CODES = {
 
 
 class Context:
-    """What the servicers use of gRPC's context."""
+    """The part of gRPC's context that the servicer uses."""
 
     def __init__(self, request: Request) -> None:
         """Raises MalformedRequestError, UnimplementedError."""
@@ -116,7 +116,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Codec:
-    """Reads and writes the messages of a method as its content type says."""
+    """Reads and writes the messages of a method in the format of its content type."""
 
     method: MethodDescriptor
     name: str
@@ -151,7 +151,7 @@ def only_message(body: bytes) -> bytes:
     """The message of a body that holds one envelope. Raises MalformedRequestError, UnimplementedError."""
     flags, size = body[:1], int.from_bytes(body[1:_HEAD_BYTES], "big")
     if flags == b"\1":
-        raise UnimplementedError("compressed messages are not taken; send them as they are (identity)")
+        raise UnimplementedError("compressed messages are not supported; send them uncompressed (identity)")
     if flags not in (b"", b"\0"):
         raise MalformedRequestError(
             f"an envelope has the flags {flags[0]}, which no request may have; send 0"
@@ -212,7 +212,7 @@ class ConnectApi:
 
     @asynccontextmanager
     async def received(self, request: Request, codec: Codec) -> AsyncIterator[tuple[Message, Context]]:
-        """Around a call: its message, which is read once the key is known, until its deadline.
+        """Surrounds a call: authenticates, reads the message, and applies the deadline.
 
         Raises the gateway's errors, MalformedRequestError, UnimplementedError.
         """
@@ -236,7 +236,7 @@ class ConnectApi:
 
 
 class _StreamResponse(PartedResponse):
-    """Calls the method while it responds. Ends the call when the client disconnects or does not read."""
+    """Streams the method's responses. Ends the call when the client disconnects or does not read."""
 
     def __init__(
         self,
@@ -293,5 +293,5 @@ def _named(request: Request) -> dict[str, str]:
 
 
 def _header_value(value: str | bytes) -> str:
-    """Of a key that ends in -bin: base64 without padding."""
+    """Values of keys that end in -bin are base64 without padding."""
     return value if isinstance(value, str) else base64.b64encode(value).decode().rstrip("=")

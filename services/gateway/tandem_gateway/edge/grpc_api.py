@@ -40,7 +40,7 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
 
 
 class CallContext(Protocol):
-    """What the methods use of gRPC's context; the Connect protocol has one of its own."""
+    """The part of gRPC's context that the methods use; the Connect protocol implements it too."""
 
     def invocation_metadata(self) -> Metadata | None: ...
 
@@ -104,7 +104,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             with self._gateway.counting_refusals():
                 answer, position = await self._find_or_begin(request, context)
             parsers, shown = parsers_of(answer.record), answer.record.shown
-            #: By choice, until its first text.
+            #: The prompt's text by choice, until the choice's first text.
             echoed = dict(enumerate(list(shown.echoed_texts) * answer.num_choices))
             async with aclosing(self._answers.read(answer, position)) as events:
                 async for event, event_id, is_seen in events:

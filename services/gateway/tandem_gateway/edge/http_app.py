@@ -1,4 +1,4 @@
-"""The HTTP application: all routes, request ids, errors, and what other origins may ask (CORS)."""
+"""The HTTP application: all routes, request ids, errors, and cross-origin requests (CORS)."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ from tandem_gateway.errors import (
 from tandem_gateway.fleet.pods import Role
 
 _REQUEST_ID_HEADER = "x-request-id"
-#: Which scripts of the allowed origins may read.
+#: Headers that scripts of allowed origins may read.
 _SHOWN_HEADERS = (_REQUEST_ID_HEADER, "retry-after", "retry-after-ms", "x-should-retry", "x-refusal-reason")
-#: nginx's status for a client that left; it is not received.
+#: nginx's status for a client that left, which never receives it.
 _CLIENT_CLOSED_REQUEST = 499
-#: These answer HEAD as GET; the other paths answer it with 405.
+#: Paths that support HEAD; others answer it with 405.
 _HEAD_PATHS = frozenset({"/", "/health", "/ping"})
 
 
 class RequestIdMiddleware:
-    """Reads or creates the request id, binds it to the log context and returns it to the client. Ends the
-    trace that the request began."""
+    """Reads or creates the request id, adds it to the log context, and returns it to the client. Ends the
+    request's trace."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -68,7 +68,7 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = headers.get(_REQUEST_ID_HEADER) or headers.get(REQUEST_ID_KEY, "")  # of a Connect client
+        given = headers.get(_REQUEST_ID_HEADER) or headers.get(REQUEST_ID_KEY, "")  # Connect's header
         request_id = request_id_or_new(given)
         scope.setdefault("state", {})["request_id"] = request_id
         structlog.contextvars.bind_contextvars(request_id=request_id)
@@ -89,8 +89,8 @@ class RequestIdMiddleware:
 
 
 class LocalNamesMiddleware:
-    """Answers only to names of this machine. Where no key is asked for, a page could else read all by DNS
-    rebinding: its own name resolves to 127.0.0.1, and so a browser takes the gateway for its origin."""
+    """Accepts loopback host names only, which prevents DNS rebinding: without keys, a web page whose name
+    resolves to 127.0.0.1 could read everything, because the browser sees the gateway as the page's origin."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -112,7 +112,7 @@ def _is_local_name(host: str) -> bool:
 
 def _not_local(host: str) -> dict[str, object]:
     error = ForbiddenError(
-        f"Host {quoted(host)} is no name of this machine, and no keys are required here; use localhost, or "
+        f"Host {quoted(host)} is no name of this machine, and no keys are required; use localhost, or "
         "start the gateway with --api-keys-file, or with --insecure where everyone may use the models"
     )
     return {"type": "error", **error_json(error)}
@@ -129,7 +129,7 @@ def make_app(
     settings = gateway.settings
 
     async def health(request: Request) -> Response:
-        """200 while a request would be taken and a decode pod is there for it."""
+        """200 while the gateway accepts requests and a decode pod is healthy."""
         num_pods = len(gateway.fleet.healthy(Role.DECODE))
         text = "ok" if num_pods else "no decode pod is healthy"
         if answers.is_draining:
@@ -142,10 +142,10 @@ def make_app(
         )
 
     async def metrics(request: Request) -> Response:
-        # It names every tenant; the port of --metrics-port is for Prometheus, and needs no key.
+        # It names every tenant, so it needs a key. Prometheus uses the port of --metrics-port, without keys.
         keys.authenticate_operator(request.headers.get("authorization", ""))
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        # Tens of milliseconds, for which no stream may wait.
+        # Takes tens of milliseconds, for which streams must not wait.
         return Response(await asyncio.to_thread(encode, registry), media_type=content_type)
 
     async def fleet_status(request: Request) -> Response:
@@ -207,14 +207,14 @@ async def _refuse(request: Request, error: Exception) -> Response:
         headers["connection"] = "close"  # the rest of the body is not read
     if isinstance(error, OverloadedError | UnavailableError):
         if error.retry_after_s is None:
-            headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients heed it
+            headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients follow it
         else:
-            # RFC 9110 allows whole seconds only; OpenAI's client prefers the header in milliseconds.
+            # RFC 9110 allows only whole seconds; OpenAI's client prefers the header in milliseconds.
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
     if isinstance(error, OverloadedError):
         headers["x-refusal-reason"] = error.reason.value
-    # Anthropic's clients look for the type; OpenAI's do not mind it.
+    # Anthropic's clients need `type`; OpenAI's ignore it.
     body = {"type": "error", **error_json(error)}
     return JSONResponse(body, status_code=presentation(error).http_status, headers=headers)
 

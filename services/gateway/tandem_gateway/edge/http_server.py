@@ -1,5 +1,5 @@
-"""Runs uvicorn in the process's event loop, without its signal handlers, with a bounded drain, and with what
-it does not limit itself: connections, and the time in which a request's headers must have arrived."""
+"""Runs uvicorn in the process's event loop, without its signal handlers and with a bounded drain. Adds limits
+on connections, on their age, and on the time until a request's headers have arrived."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
 
-#: Beyond the limit a few connections may ask for this, so that probes do not take a full gateway for dead.
+#: Served to a few connections beyond the limit, so that probes do not consider a full gateway dead.
 _PROBE_PATHS = frozenset({"/health", "/ping"})
 _PROBE_CONNECTIONS = 64
 _PROBE_TIMEOUT_S = 1.0
-#: A connection without a request is closed after this time.
+#: Idle connections are closed after this time.
 _KEEP_ALIVE_S = 20
 
 
 def _last(send: Send) -> Send:
-    """For a response after which the connection closes."""
+    """Adds the header that closes the connection after the response."""
 
     async def send_last(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -40,7 +40,7 @@ def _last(send: Send) -> Send:
 
 
 class _ProbesOnly:
-    """The application, for probes; any other request is refused. The connection closes after either."""
+    """Serves probes and refuses other requests. The connection closes after the response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -53,8 +53,7 @@ class _ProbesOnly:
 
 
 class _LastAfter:
-    """The application; a response that begins at `ends_at` (the loop's time) or later is the connection's
-    last."""
+    """Closes the connection after a response that begins at `ends_at` (the loop's time) or later."""
 
     def __init__(self, app: ASGIApp, ends_at: float) -> None:
         self._app = app
@@ -66,21 +65,21 @@ class _LastAfter:
 
 
 class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not followed by mypy
-    """One connection. Subclasses name the limits."""
+    """One connection. Subclasses set the limits."""
 
     max_connections: int
-    #: 0: any.
+    #: 0: no limit.
     max_connection_age_s: float
     header_timeout_s: float
-    #: Since when it waits for a further request.
+    #: Start of the wait for another request; None: it does not wait.
     idle_since: float | None = None
-    #: Runs from the connection, or the first byte of a further request, to the end of the request's headers.
+    #: Runs from the connection, or the first byte of another request, to the end of the request's headers.
     _headers_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         if self.max_connection_age_s:
-            # Some are younger, so that clients which came together do not all leave together.
+            # Varied, so that connections opened together do not close together.
             age_s = self.max_connection_age_s * random.uniform(0.9, 1.0)
             self.app: ASGIApp = _LastAfter(self.app, self.loop.time() + age_s)
         num_beyond = len(self.connections) - self.max_connections
@@ -96,7 +95,8 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
         self._expect_headers()
 
     def _close_longest_idle(self) -> bool:
-        """Whether there was one: it waits for its next request, which clients send on another one, too."""
+        """Closes the connection that has waited longest for another request. Returns whether there was
+        one."""
         idle = [other for other in self.connections if other.idle_since is not None and other is not self]
         if not idle:
             return False
@@ -121,7 +121,7 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self.idle_since = self.loop.time()
-        if self._headers_due is None and self.conn.trailing_data[0]:  # a part of the next request
+        if self._headers_due is None and self.conn.trailing_data[0]:  # the next request has begun
             self._expect_headers()
 
     def _expect_headers(self) -> None:
@@ -206,14 +206,14 @@ class HttpServer:
             await asyncio.sleep(0.005)
 
     def close_after_responses(self) -> None:
-        """From now on each response is the last one of its connection, so that clients go elsewhere."""
+        """Closes each connection after its next response, so that clients reconnect elsewhere."""
         self._closes_after_responses = True
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, _last(send) if self._closes_after_responses else send)
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no new connections and closes those that are still open after `grace_s`."""
+        """Accepts no new connections, and closes open ones after `grace_s`."""
         if self._server is None or self._task is None:
             return
         self._server.config.timeout_graceful_shutdown = round(grace_s)

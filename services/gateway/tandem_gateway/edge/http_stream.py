@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
-#: Limit for one send.
+#: Limit on one send.
 _SEND_TIMEOUT_S = 30.0
 
 
@@ -29,7 +29,7 @@ class ClientGoneError(Exception):
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Returns the result of `work`. Cancels it and raises ClientGoneError when the client disconnects.
 
-    Read the request's body before.
+    Read the request's body first.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))

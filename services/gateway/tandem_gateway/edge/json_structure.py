@@ -1,8 +1,8 @@
-"""Bounds how many values a JSON body may hold, before it is parsed.
+"""Limits the number of values in a JSON body before it is parsed.
 
-Parsing holds the GIL, and so all streams, for microseconds per object, and a body of a few megabytes can hold
-enough of them for seconds. Counting bytes is fast and bounds them from above. Only a body with many braces or
-commas, which may be in its texts, is looked at closely, in a thread that gives the GIL away.
+Parsing holds the GIL, and so blocks all streams, for microseconds per object; a few megabytes can hold enough
+objects for seconds. Counting bytes is fast and gives an upper bound. Only bodies with many braces or commas,
+which may be inside strings, are examined closely, in a thread that releases the GIL.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tandem_core.errors import InvalidRequestError
 
-#: Parsing one takes up to 5 us, a value up to 1 us, on a slow machine; together less than 50 ms.
+#: On a slow machine, parsing takes up to 5 us per container and 1 us per value; together less than 50 ms.
 _MAX_CONTAINERS = 4096
 _MIN_VALUES = 40_000
 
@@ -26,12 +26,12 @@ class JsonLimits:
 
     @classmethod
     def for_context(cls, max_model_len: int) -> JsonLimits:
-        """A prompt may be a list of token ids as long as the context."""
+        """Allows a prompt of token ids as long as the context."""
         return cls(max_values=max(_MIN_VALUES, max_model_len + _MAX_CONTAINERS))
 
 
 async def check_structure(body: bytes, limits: JsonLimits) -> None:
-    """Raises InvalidRequestError for a body with too many values. Says nothing of what is no JSON."""
+    """Raises InvalidRequestError for a body with too many values. Accepts invalid JSON."""
     containers, values = _count(body, 0, len(body))
     if containers > limits.max_containers or values > limits.max_values:
         await asyncio.to_thread(_check_closely, body, limits)
@@ -43,7 +43,7 @@ def _count(body: bytes, start: int, end: int) -> tuple[int, int]:
 
 
 def _check_closely(body: bytes, limits: JsonLimits) -> None:
-    """The same outside of texts."""
+    """Counts outside of strings. Raises InvalidRequestError."""
     containers = values = at = 0
     while at < len(body):
         quote = body.find(b'"', at)
@@ -58,11 +58,11 @@ def _check_closely(body: bytes, limits: JsonLimits) -> None:
             raise InvalidRequestError(
                 "body", f"holds more than {limits.max_values} values, the limit; send fewer"
             )
-        at = _end_of_text(body, end)
+        at = _end_of_string(body, end)
 
 
-def _end_of_text(body: bytes, quote: int) -> int:
-    """The position after the text that begins at this quote."""
+def _end_of_string(body: bytes, quote: int) -> int:
+    """The position after the string that begins at this quote."""
     at = quote + 1
     while True:
         at = body.find(b'"', at)

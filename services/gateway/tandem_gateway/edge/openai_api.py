@@ -1,12 +1,12 @@
-"""HTTP: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models as OpenAI's clients expect
-them, /v1/messages as Anthropic's do.
+"""HTTP: /v1/chat/completions, /v1/completions, /v1/responses and /v1/models for OpenAI's clients,
+/v1/messages for Anthropic's.
 
 key -> body bytes (limited) -> ReceivedRequest -> TokenizedRequest -> run
     stream    waits for the first event before it sends the status line, so that a refusal is a 429
     else      collects all events, then sends one JSON object
-Last-Event-ID    -> the rest of a stream that was cut; the body is not read
+Last-Event-ID    -> the rest of a cut stream; the body is not read
 Idempotency-Key  -> the answer of the first request with this key and body
-the client disconnects at any point -> unless there is such a key, the call to the pod is closed
+the client disconnects -> the call to the pod ends, unless there is such a key
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _MAX_OBJECTIVE_MS = LONGEST_OBJECTIVE_S * 1000
 
 
 class OpenAiApi:
-    """The routes; mount `routes` in an app that renders the errors of tandem_gateway.errors."""
+    """Mount `routes` in an app that renders the errors of tandem_gateway.errors."""
 
     def __init__(self, gateway: Gateway, answers: Answers, keys: ApiKeys, calls: OpenCalls) -> None:
         self._gateway = gateway
@@ -146,7 +146,7 @@ class OpenAiApi:
     ) -> tuple[Answer, bool]:
         """The answer to the body, and whether to stream it. Raises InvalidRequestError or GatewayError."""
         payload = await read_body(request, self._gateway)
-        # Objectives count from the whole request: how long its client takes to send it is not ours to keep.
+        # Objectives begin after the body, because the client determines how long sending it takes.
         arrived = time.monotonic()
         body = parse_json(body_kind, payload).checked()
         is_streamed = bool(body.stream)
@@ -196,7 +196,7 @@ class OpenAiApi:
     async def _tokenize(
         self, received: ReceivedRequest, body: ChatBody | CompletionBody
     ) -> list[TokenizedRequest]:
-        """One for each prompt."""
+        """The requests, one for each prompt."""
         if isinstance(body, ChatBody):
             return [
                 await self._gateway.prepare_chat(
@@ -215,7 +215,7 @@ class OpenAiApi:
 
 @contextmanager
 def _naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors inside name a field of a chat as the API of the request calls it."""
+    """Renames fields in errors from a chat's names to those of the request's API."""
     try:
         yield
     except InvalidRequestError as error:
@@ -237,8 +237,8 @@ async def _whole(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Resp
 
 
 async def _first_new(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Sent:
-    """The first event that the client does not have, or the last one of all. The renderer gets the others,
-    because it remembers what it rendered."""
+    """The first event that the client lacks, or the last of all events. Earlier ones pass through the
+    renderer, which keeps state."""
     last: Sent | None = None
     async for sent in events:
         if last is not None:
@@ -254,7 +254,7 @@ async def _first_new(events: AsyncGenerator[Sent, None], renderer: Renderer) -> 
 async def _stream(
     first: Sent, events: AsyncGenerator[Sent, None], renderer: Renderer, *, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The stream's bytes. An error after the first event becomes an event of its own, without an id."""
+    """The stream's bytes. An error after the first event becomes an event without an id."""
     try:
         sent: Sent | None = first
         while sent is not None:
@@ -279,7 +279,7 @@ async def _stream(
 
 
 async def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json | None:
-    """The event as JSON; None: nothing to show yet."""
+    """Renders the event as JSON; None: nothing to show yet."""
     if isinstance(event, decode_pb2.DecodeFinished):
         return renderer.finish(event, with_usage_field=with_usage)
     if renderer.is_large([event]):
@@ -288,13 +288,13 @@ async def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json
 
 
 def _authorization(headers: Headers) -> str:
-    """Anthropic's clients send the key in a header of their own."""
+    """The Authorization header, or the key in the header of Anthropic's clients."""
     key = headers.get(_API_KEY)
     return headers.get("authorization", f"Bearer {key}" if key else "")
 
 
 def _slo_class(body: ChatBody | CompletionBody, headers: Headers) -> str:
-    """Of the body, or of the header."""
+    """The class in the body or the header."""
     named = headers.get(_SLO_CLASS, "")
     if named and body.slo_class and named != body.slo_class:
         raise InvalidRequestError(
@@ -304,7 +304,7 @@ def _slo_class(body: ChatBody | CompletionBody, headers: Headers) -> str:
 
 
 def _objectives(headers: Headers) -> SloTarget:
-    """Those that the request's headers set. Raises InvalidRequestError."""
+    """The objectives in the request's headers. Raises InvalidRequestError."""
     unknown = [name for name in headers if name.startswith("x-slo-") and name not in _SLO_HEADERS]
     if unknown:
         raise InvalidRequestError(
@@ -312,7 +312,7 @@ def _objectives(headers: Headers) -> SloTarget:
         )
     repeated = next((name for name in _SLO_HEADERS if len(headers.getlist(name)) > 1), None)
     if repeated is not None:
-        raise InvalidRequestError(repeated, "is there more than once; send it once")
+        raise InvalidRequestError(repeated, "is repeated; send it once")
     ttft_s, tpot_s, e2e_s = (_seconds(headers, name) for name in (_SLO_TTFT, _SLO_TPOT, _SLO_E2E))
     strict = headers.get(_SLO_STRICT, "false").lower()
     if strict not in ("true", "false"):
@@ -325,7 +325,7 @@ def _seconds(headers: Headers, name: str) -> float:
     if text is None:
         return 0.0
     try:
-        # Python would read 1_000 too.
+        # float() accepts 1_000, which JSON and HTTP do not.
         value = math.nan if "_" in text else float(text)
     except ValueError:
         value = math.nan

@@ -16,19 +16,19 @@ def max_body_bytes(gateway: Gateway, *, is_json: bool = True) -> int:
 
 
 async def read_body(request: Request, gateway: Gateway) -> bytes:
-    """A JSON body. Raises BodyTooLargeError, BodyTimeoutError, InvalidRequestError."""
+    """Reads a JSON body. Raises BodyTooLargeError, BodyTimeoutError, InvalidRequestError."""
     body = await read_bytes(request, max_body_bytes(gateway), gateway.settings.read_timeout_s)
     await check_values(body, gateway)
     return body
 
 
 async def check_values(body: bytes, gateway: Gateway) -> None:
-    """Raises InvalidRequestError."""
+    """Raises InvalidRequestError for JSON with too many values."""
     await check_structure(body, JsonLimits.for_context(gateway.manifest.max_model_len))
 
 
 async def read_bytes(request: Request, limit: int, timeout_s: float) -> bytes:
-    """Raises BodyTooLargeError, BodyTimeoutError."""
+    """Reads a body of at most `limit` bytes. Raises BodyTooLargeError, BodyTimeoutError."""
     message = f"is over the limit of {limit} bytes; shorten the prompt"
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:

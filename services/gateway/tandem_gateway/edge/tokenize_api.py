@@ -1,6 +1,6 @@
-"""HTTP: /tokenize, /detokenize in the shapes of vLLM, within the limits of prompts.
+"""HTTP: /tokenize, /detokenize in vLLM's format, with the limits of prompts.
 
-A prompt gets the tokens that /v1/completions would give it, messages those of /v1/chat/completions.
+A prompt is tokenized as in /v1/completions, messages as in /v1/chat/completions.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from tandem_gateway.request import ReceivedRequest
 
 
 class TokenizeBody(JsonBody):
-    """With `prompt`, or with `messages` and further fields of a chat."""
+    """Has `prompt`, or `messages` and other fields of a chat."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     model: str | None = None
     prompt: str | None = None
-    #: Of a prompt; messages have the special tokens that the chat template writes.
+    #: For `prompt` only; the chat template writes the special tokens of messages.
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
     def chat(self) -> ChatBody | None:
-        """None: it is a prompt. Raises InvalidRequestError."""
+        """The chat, or None for a prompt. Raises InvalidRequestError."""
         fields: dict[str, Any] = dict(self.model_extra or {})
         if self.prompt is not None:
             if fields:
@@ -77,7 +77,7 @@ class TokenizeApi:
 
     @asynccontextmanager
     async def _body(self, request: Request, kind: type[BodyT]) -> AsyncIterator[tuple[Caller, BodyT]]:
-        """Around a call: who calls, and the body. Raises InvalidRequestError, GatewayError."""
+        """Surrounds a call: authenticates, and reads the body. Raises InvalidRequestError, GatewayError."""
         caller = self._keys.authenticate(request.headers.get("authorization", ""))
         with self._calls.hold(caller):
             body = parse_json(kind, await read_body(request, self._gateway))

@@ -1,1 +1,1 @@
-"""Tools of a chat: which the model may call, and its text taken apart into content, reasoning and calls."""
+"""Tools of a chat: choosing and enforcing them, and parsing content, reasoning and calls from text."""

@@ -1,9 +1,9 @@
-"""The text of one choice of a chat, taken apart: reasoning, content and tool calls.
+"""Parses the text of one choice into reasoning, content and tool calls.
 
     text --ReasoningSplitter--> rest --CallsParser--> AnswerDelta
 
-An AnswerForm (answers.proto) says which of these there are. It is kept with the answer, so that each gateway
-which resumes the answer's stream shows the same.
+The AnswerForm (answers.proto) selects the parts to look for. It is stored with the answer, so that every
+gateway that resumes the stream shows the same result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem_gateway.tools.reasoning import ReasoningSplitter
 
 @dataclass
 class CallDelta:
-    """`id` and `name` are set in the first part of a call."""
+    """A part of a call; the first part has `id` and `name`."""
 
     index: int
     id: str = ""
@@ -31,7 +31,7 @@ class CallDelta:
 
 @dataclass
 class AnswerDelta:
-    """What a piece of text adds."""
+    """The additions of a piece of text."""
 
     content: str = ""
     reasoning: str = ""
@@ -52,7 +52,7 @@ class AnswerDelta:
 
 
 def parsers_of(record: answers_pb2.AnswerRecord) -> list[AnswerParser]:
-    """One for each choice of the answer, by number."""
+    """The parsers of an answer's choices, by number."""
     return [
         AnswerParser(record.form, seed=f"{record.id}-{choice}" if choice else record.id)
         for choice in range(num_choices_of(record))
@@ -60,7 +60,7 @@ def parsers_of(record: answers_pb2.AnswerRecord) -> list[AnswerParser]:
 
 
 class AnswerParser:
-    """One for each choice. `seed` makes the ids of calls: equal for each reader of an answer."""
+    """Parses one choice. `seed` determines the ids of calls, which are equal for all readers of an answer."""
 
     def __init__(self, form: answers_pb2.AnswerForm, seed: str) -> None:
         self._seed = seed
@@ -87,7 +87,7 @@ class AnswerParser:
         return self._taken()
 
     def finish(self) -> AnswerDelta:
-        """What was held back. Call it once, after the last text."""
+        """Returns text held back so far. Call it once, after the last text."""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.finish()
             self._delta.reasoning += reasoning

@@ -1,11 +1,11 @@
-"""Finds tool calls in the text of an answer while it comes.
+"""Finds tool calls in the text of an answer as it streams.
 
     text --marker--> opened --{--> object --}--> after --closer--> text
                         +--name[ARGS]{ ----------^  +--, ; ]
 
-What turns out not to be a call is content, from its marker on. A call that breaks off after its arguments
-have begun keeps them, as they are. Everything depends on the text so far alone, not on how it is cut into
-pieces: a resumed stream shows the same.
+Text that turns out to be no call becomes content, including its marker. A call that breaks off within its
+arguments keeps them as they are. The result depends only on the text so far, not on how it is cut into
+pieces, so a resumed stream shows the same.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tandem_gateway.tools.formats import Opener, ToolFormat
 from tandem_gateway.tools.json_scanner import CallObjectReader, CallReader
 
 _NAME_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.")
-#: In front of the arguments' object in Mistral's newer form.
+#: Precedes the arguments' object in Mistral's newer format.
 _NAMED = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]*\s*)?(?:\[ARGS\]\s*)?")
 _MAX_NAMED_CHARS = 256
 _BARE = Opener("", is_certain=False)
 
 
 class Sink(Protocol):
-    """Takes what is found."""
+    """Receives content and calls."""
 
     def content(self, text: str) -> None: ...
 
@@ -37,18 +37,18 @@ class CallsParser:
     def __init__(
         self, form: ToolFormat, tool_names: frozenset[str], sink: Sink, *, is_guided: bool = False
     ) -> None:
-        """`is_guided`: a grammar holds calls to their schemas, those with the name first."""
+        """`is_guided`: a grammar enforces the calls' schemas, with the name first."""
         self._form = form
         self._is_guided = is_guided
         self._tool_names = tool_names
         self._sink = sink
         self._state = self._in_text
         self._opener = _BARE
-        #: Nothing but space has come.
+        #: Whether there was only whitespace so far.
         self._is_start = True
-        #: Text that may be a marker, with the space before it.
+        #: Text that may be a marker, including whitespace before it.
         self._held = ""
-        #: The text from the space before the marker to here, while it may be none of a call.
+        #: Text since the whitespace before the marker, while it may be no call.
         self._raw = ""
         self._num_before_call = 0
         self._is_list = False
@@ -60,7 +60,8 @@ class CallsParser:
             self._state(char)
 
     def finish(self) -> None:
-        """The text has ended: what was held back is content. Parts of a closing marker are not."""
+        """Call it at the end of the text. Text held back becomes content, except for parts of a closing
+        marker."""
         if self._state == self._in_text:
             self._show(self._held)
         elif self._state == self._in_broken:
@@ -160,7 +161,7 @@ class CallsParser:
             self._take_back()
 
     def _take_back(self) -> None:
-        """It is no call: what was opened is content, and what follows is read again."""
+        """Turns the opened text into content, because it is no call, and parses the rest again."""
         num_shown = max(self._num_before_call, 1 + len(self._raw) - len(self._raw.lstrip()))
         shown, rest = self._raw[:num_shown], self._raw[num_shown:]
         self._raw = self._held = ""
@@ -171,7 +172,7 @@ class CallsParser:
     def _after_call(self, char: str) -> None:
         self._held += char
         closer = self._opener.closer
-        # Small models close one brace too many.
+        # Small models write one brace too many.
         rest = self._held.lstrip("} \t\r\n") if closer else self._held.lstrip()
         if not rest:
             return
@@ -190,13 +191,13 @@ class CallsParser:
             self.push(held)
 
     def _continue(self) -> None:
-        """Another call follows without a marker."""
+        """Begins another call without a marker."""
         self._raw, self._held, self._is_begun = self._held, "", False
         self._num_before_call = len(self._raw)
         self._state = self._in_opened
 
     def _in_broken(self, char: str) -> None:
-        """The arguments are no JSON any more; they go on to the closing marker."""
+        """Reads arguments that are no valid JSON, up to the closing marker."""
         self._held += char
         closer = self._opener.closer
         while self._held and not (closer and closer.startswith(self._held)):

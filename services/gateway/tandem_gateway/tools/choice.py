@@ -1,4 +1,4 @@
-"""Which tools a request offers, and whether the model may or must call them. For both APIs."""
+"""The tools that a request offers, and whether the model may or must call them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tandem_core.model.conversation import MAX_JSON_LEVELS, Json, Tool, json_lev
 
 from tandem_gateway.tools.schema import check_well_formed
 
-#: As in OpenAI's API.
+#: OpenAI's limit.
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-#: Of all definitions together, as JSON; templates write them with up to hundreds of spaces a value.
+#: Limit on all definitions together, as JSON; templates add up to hundreds of spaces per value.
 MAX_TOOLS_BYTES = 512 * 1024
 
 
@@ -30,13 +30,13 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """`tools` are those that the model sees and may call; none with Mode.NONE."""
+    """`tools`: the tools that the model sees and may call; empty with Mode.NONE."""
 
     mode: Mode = Mode.NONE
     tools: tuple[Tool, ...] = ()
-    #: Several calls in one answer.
+    #: Whether an answer may have several calls.
     is_parallel: bool = True
-    #: Calls are shown as the older `function_call`.
+    #: Whether calls are shown as the older `function_call`.
     as_function_call: bool = False
 
     @classmethod
@@ -63,7 +63,7 @@ NO_TOOLS = ToolChoice()
 
 
 def check_tools(definitions: Sequence[Mapping[str, Json]], field: str = "tools") -> tuple[Tool, ...]:
-    """Tools of their JSON definitions, {"type": "function", "function": {...}}.
+    """Checks JSON definitions of tools, {"type": "function", "function": {...}}.
 
     Raises InvalidRequestError naming the field, its limit and the remedy.
     """
@@ -89,7 +89,7 @@ def check_tools(definitions: Sequence[Mapping[str, Json]], field: str = "tools")
 
 
 def check_levels(field: str, value: Json) -> None:
-    """Raises InvalidRequestError for a JSON value that is nested too deep."""
+    """Raises InvalidRequestError for a JSON value that is nested too deeply."""
     if (levels := json_levels(value)) > MAX_JSON_LEVELS:
         raise InvalidRequestError(
             field, f"has {levels} levels of JSON, over the limit of {MAX_JSON_LEVELS}; send a flatter value"
@@ -97,7 +97,7 @@ def check_levels(field: str, value: Json) -> None:
 
 
 def _check_tool(where: str, definition: Mapping[str, Json]) -> str:
-    """The tool's name."""
+    """Returns the tool's name. Raises InvalidRequestError."""
     kind = definition.get("type")
     if kind != "function":
         shown = quoted(kind) if isinstance(kind, str) else "missing"

@@ -1,4 +1,4 @@
-"""Which form of tool calls, and whether reasoning, a model's chat template has."""
+"""Detects the format of tool calls, and reasoning, in a model's chat template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FormatSetting(enum.StrEnum):
 
 
 def tool_format_of(tokenizer: Tokenizer, setting: FormatSetting = FormatSetting.AUTO) -> ToolFormat:
-    """As set, or as the template shows. One that shows no tools gets them in Hermes's form."""
+    """The format as set, or as detected in the template. Templates without tools use Hermes's format."""
     if setting is not FormatSetting.AUTO:
         return FORMATS[setting.value]
     template = tokenizer.manifest.chat_template

@@ -1,4 +1,4 @@
-"""What the answers of the served model consist of, and what of the sampling follows from that."""
+"""The form of the served model's answers, and its consequences for sampling."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tandem_gateway.tools.reasoning import CLOSE, OPEN
 
 
 class AnswerForms:
-    """Of one model."""
+    """The forms of one model's answers."""
 
     def __init__(self, tokenizer: Tokenizer, setting: FormatSetting, *, splits_reasoning: bool) -> None:
         self._tokenizer = tokenizer
         self._format = detect.tool_format_of(tokenizer, setting)
         self._has_reasoning = splits_reasoning and detect.has_reasoning(tokenizer)
         use = tokenizer.tool_use
-        #: A template that refuses two calls in a message could not take an answer with two back.
+        #: Whether the template refuses two calls in a message, so that an answer must not have two.
         self._is_single = use is not None and not use.has_parallel_calls
 
     def of(
         self, choice: ToolChoice, prompt: Sequence[int], *, is_guided: bool
     ) -> answers_pb2.AnswerForm | None:
-        """None: everything is content. `is_guided`: a grammar of `guide` holds for the answer."""
+        """None: everything is content. `is_guided`: a grammar from `guide` constrains the answer."""
         if not choice.tools and not self._has_reasoning:
             return None
         return answers_pb2.AnswerForm(
@@ -45,8 +45,8 @@ class AnswerForms:
         )
 
     def guide(self, choice: ToolChoice, content: Guide | None, prompt: Sequence[int]) -> Guide | None:
-        """The grammar of the answer, if it needs one. `content`: what the request asks of an answer without
-        calls. Raises InvalidRequestError. May take 100 ms."""
+        """The answer's grammar, if it needs one. `content`: the request's guide for an answer without calls.
+        Raises InvalidRequestError. May take 100 ms."""
         is_required = choice.mode is Mode.REQUIRED
         if not choice.tools or not (is_required or content or any(tool.is_strict for tool in choice.tools)):
             return content
@@ -65,7 +65,7 @@ class AnswerForms:
         )
 
     def with_sampling(self, received: ReceivedRequest, choice: ToolChoice) -> ReceivedRequest:
-        """Markers that are special tokens have to be in the text."""
+        """Keeps special tokens in the text if markers are among them."""
         markers = (
             *(self._format.markers if choice.tools else ()),
             *((OPEN, CLOSE) if self._has_reasoning else ()),

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 class Opener:
     """How calls begin and end.
 
-    `is_certain`: the marker means a call whatever its name; else only a known tool's name makes it one.
+    `is_certain`: text after the marker is a call whatever its name; otherwise only if the name is a known
+    tool's.
     """
 
     marker: str
@@ -19,9 +20,9 @@ class Opener:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How the model is to write calls when it has to: begin, head call tail, between, head call tail, end.
+    """How a grammar makes the model write calls: begin, head call tail, between, head call tail, end.
 
-    A call is `"name": ..., KEY: ...`, or with a `name_end` the name, that, and the arguments.
+    A call is `"name": ..., KEY: ...`, or with a `name_end` the name, the `name_end`, and the arguments.
     """
 
     head: str
@@ -38,18 +39,18 @@ class ToolFormat:
     name: str
     openers: tuple[Opener, ...]
     syntax: CallSyntax
-    #: An answer may begin with a call's object, without a marker.
+    #: Whether an answer may begin with a call's object, without a marker.
     takes_bare_object: bool = False
-    #: Between objects without a new marker.
+    #: Separates objects without a new marker.
     separator: str = ""
-    #: `marker name[ARGS]{...}`, beside objects.
+    #: Whether `marker name[ARGS]{...}` is a call in addition to objects.
     takes_named_arguments: bool = False
-    #: Ids of 9 letters and digits.
+    #: Whether ids have 9 letters and digits.
     has_short_ids: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Those that may be tokens of their own."""
+        """Markers that may be single tokens."""
         return tuple(m for opener in self.openers for m in (opener.marker, opener.closer) if m)
 
 
@@ -98,7 +99,7 @@ MISTRAL = ToolFormat(
     takes_named_arguments=True,
     has_short_ids=True,
 )
-#: The newer form; both are read alike.
+#: The newer format; the parser reads both in the same way.
 MISTRAL_ARGS = replace(
     MISTRAL, name="mistral-args", syntax=CallSyntax(head="[TOOL_CALLS]", tail="", name_end="[ARGS]")
 )

@@ -1,10 +1,10 @@
 """The grammar of an answer that must call tools, or whose calls must follow their schemas.
 
     required:  thinking? call (between call)*
-    else:      thinking? text without markers, or the content that was asked for; then calls, or none
+    otherwise: thinking? text without markers, or the requested content; then calls, or none
 
-It is one Lark grammar with the tools' schemas inside, as llguidance reads it. Tokens that stand for a marker
-are named by id, since the model has learnt them and not their spelling.
+It is one Lark grammar for llguidance, with the tools' schemas inside. Tokens for markers are named by id,
+because the model was trained on these tokens, not on their spelling.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem_gateway.tools.reasoning import CLOSE, OPEN
 _ANY_OBJECT: Mapping[str, Json] = {"type": "object"}
 
 
-#: How an object begins that may be a call without the format's markers.
+#: The beginning of an object that may be a call without the format's markers.
 _NAMED = r'\s*\{\s*"name"\s*:'
 
 
@@ -36,7 +36,7 @@ class Thinking(enum.Enum):
     """Reasoning before the answer."""
 
     POSSIBLE = enum.auto()
-    #: The prompt has opened it.
+    #: The prompt ends with the opening marker.
     OPENED = enum.auto()
 
 
@@ -50,7 +50,7 @@ def tool_guide(
     content: Guide | None,
     thinking: Thinking | None,
 ) -> Guide:
-    """`token_id`: of a marker that is a token of its own. `content`: of an answer without calls.
+    """`token_id`: returns the id of a marker that is a single token; `content`: the guide without calls.
 
     Raises InvalidRequestError naming the tool whose schema cannot be enforced.
     """
@@ -71,7 +71,7 @@ def tool_guide(
         writer.rule("content", _content(content))
         answer = "(content | calls)"
     elif syntax.head == "{" and not syntax.begin:
-        # Text that begins like a call would be one.
+        # Text that begins like a call counts as a call.
         writer.rule("TEXT", rf"{_without(_escaped(marker))} & /\s*([^{{\s](.|\n)*)?/")
         answer = "(TEXT | calls)"
     else:
@@ -81,7 +81,7 @@ def tool_guide(
         if writer.is_token(marker):
             answer = f"(TEXT calls?{loose.alternative})"
         else:
-            # What ends with the marker is one lexeme; the rest of the first call follows it.
+            # Text up to the marker is one lexeme; the rest of the first call follows it.
             writer.rule("text_and_marker[lazy]", rf"/(.|\n)*{_escaped(marker)}/")
             rests = [(syntax.begin + head).removeprefix(marker) for head in heads]
             writer.choice("rest", [f"{writer.text(r)} arguments_{i} {tail}" for i, r in enumerate(rests)])
@@ -95,8 +95,8 @@ def tool_guide(
 
 
 def _enforced(field: str, tool: Tool, *, is_required: bool) -> Mapping[str, Json]:
-    """The schema that arguments follow: any object, if the tool is not strict and no guide can enforce its
-    own, or none has to."""
+    """The schema to enforce for the arguments: any object if the tool is not strict and its own schema need
+    not or cannot be enforced."""
     if not (tool.is_strict or is_required):
         return _ANY_OBJECT
     fault = _fault(json.dumps(tool.parameters, ensure_ascii=False))
@@ -124,13 +124,13 @@ def _json(schema: Mapping[str, Json]) -> str:
 
 
 class _LooseCalls(NamedTuple):
-    #: Of the text beside them.
+    #: Patterns excluded from text outside of calls.
     excluded: tuple[str, ...]
     alternative: str
 
 
 class _Writer:
-    """The rules so far, and how texts with markers are written in them."""
+    """Collects rules, and writes texts with markers for them."""
 
     def __init__(self, tool_format: ToolFormat, token_id: Callable[[str], int | None]) -> None:
         markers = (*tool_format.markers, tool_format.syntax.name_end, OPEN, CLOSE)
@@ -152,7 +152,7 @@ class _Writer:
         return "\n".join(self._rules) + "\n"
 
     def text(self, text: str) -> str:
-        """Exactly this text, its markers as their tokens."""
+        """The exact text, with markers as their tokens."""
         pieces = [piece for piece in self._markers.split(text) if piece]
         return " ".join(
             f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece, ensure_ascii=False)
@@ -160,7 +160,8 @@ class _Writer:
         )
 
     def loose_calls(self, tool_format: ToolFormat, names: Sequence[str]) -> _LooseCalls:
-        """Calls without the format's markers, which small models write: they follow the schemas, too."""
+        """Rules for calls without the format's markers, which small models write; schemas apply to them
+        too."""
         openers = [opener for opener in tool_format.openers if not opener.is_certain]
         if not openers:
             return _LooseCalls((), "")
@@ -199,10 +200,10 @@ def _content(content: Guide) -> str:
 
 
 def _without(pattern: str) -> str:
-    """Any text that has no match of it."""
+    """Any text without a match of the pattern."""
     return rf"/(.|\n)*/ & ~/(.|\n)*{pattern}(.|\n)*/"
 
 
 def _escaped(text: str) -> str:
-    """For a regular expression between slashes."""
+    """The text as a regular expression between slashes."""
     return re.escape(text).replace("/", r"\/")

@@ -1,8 +1,8 @@
 """Reads JSON character by character: a value's end, and the parts of a tool call inside an object.
 
-A model writes a call as `{"name": "find", "arguments": {...}}`. Its arguments are shown as they come, so
-nothing is parsed twice and nothing waits for the end. What has been shown depends on the text so far alone,
-not on how it was cut into pieces.
+A model writes a call as `{"name": "find", "arguments": {...}}`. Its arguments are shown as they stream, so
+nothing is parsed twice and nothing waits for the end. The result depends only on the text so far, not on how
+it is cut into pieces.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _NUMBER_CHARS = frozenset("0123456789+-.eE")
 _LITERALS = ("true", "false", "null")
 _SPACE = frozenset(" \t\r\n")
 _ARGUMENTS = ("arguments", "parameters")
-#: Keys that models write beside the name and the arguments.
+#: Keys that models write in addition to name and arguments.
 _OTHER_KEYS = ("type", "id")
 
 
 class _At(enum.Enum):
-    """What a scanner expects, or is inside of."""
+    """What a scanner expects next, or the token it is in."""
 
     VALUE = enum.auto()
     FIRST_VALUE = enum.auto()  # or "]"
@@ -45,7 +45,7 @@ class JsonScanner:
         self.at = _At.VALUE
         self._open: list[str] = []
         self._is_key = False
-        #: Of a number, a literal or a \\u escape.
+        #: The current number, literal or \\u escape.
         self._word = ""
 
     @property
@@ -116,7 +116,7 @@ class JsonScanner:
 
 
 class CallReader:
-    """A call whose text is read character by character: its name, once known, and arguments as they come."""
+    """Reads a call character by character: its name, once known, and its arguments as they stream."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
@@ -127,16 +127,16 @@ class CallReader:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is certainly a call: its name is known, and its arguments begin."""
+        """Whether it is certainly a call: its name is known and its arguments have begun."""
         return bool(self.name) and (bool(self._arguments) or self.is_complete)
 
     def take_arguments(self) -> str:
-        """New text of the arguments."""
+        """The arguments' text since the last call."""
         taken, self._arguments = self._arguments, ""
         return taken
 
     def advance(self, char: str) -> None:
-        """Of the arguments alone, the name being known. Not called after the end."""
+        """Reads the next character of the arguments. Do not call it after the end."""
         was_inside = self._scanner.depth > 0
         self._scanner.advance(char)
         self.is_wrong = self._scanner.at is _At.WRONG
@@ -145,17 +145,17 @@ class CallReader:
             self._arguments += self._shown(char)
 
     def _shown(self, char: str) -> str:
-        """A control character inside a string is escaped, as JSON wants it."""
+        """The character, escaped if it is a control character in a string."""
         if char < " " and self._scanner.at is _At.STRING:
             return json.dumps(char)[1:-1]
         return char
 
 
 class CallObjectReader(CallReader):
-    """{"name": ..., "arguments": {...}} in any order; `parameters` are arguments, too.
+    """{"name": ..., "arguments": {...}} in any order; `parameters` means arguments too.
 
-    `known`: the only names that count, and other keys make it wrong: where nothing else says that this is a
-    call; with `has_name_first` also another first key than the name. None: any name and keys.
+    `known`: the only valid names, for objects that no marker identifies as calls. Then other keys are
+    wrong, and with `has_name_first` also a first key other than the name. None: any names and keys.
     """
 
     def __init__(self, known: frozenset[str] | None, *, has_name_first: bool = False) -> None:
@@ -163,7 +163,7 @@ class CallObjectReader(CallReader):
         self._known = known
         self._has_name_first = has_name_first
         self._key: str | None = None
-        #: Of the key or value at the first level that is being read; None outside of them.
+        #: Text of the current key or value at the first level; None outside of them.
         self._text: str | None = None
         self._shows = False
         self._has_arguments = False
@@ -227,7 +227,7 @@ class CallObjectReader(CallReader):
 
 
 def _as_object(text: str) -> str:
-    """Arguments that are no object or list: JSON inside of a string, or null."""
+    """Arguments as an object, if they are JSON in a string, or null."""
     value = json.loads(text)
     if isinstance(value, str):
         try:

@@ -1,7 +1,7 @@
-"""Separates what a model thinks before it answers: `<think>...</think>` at the beginning of the text.
+"""Separates reasoning from the answer: `<think>...</think>` at the beginning of the text.
 
-Some templates open it in the prompt; then the text begins inside. Space around the markers belongs to neither
-side. Without the closing marker all of the text is reasoning.
+Some templates put the opening marker into the prompt; then the text begins inside. Whitespace around the
+markers belongs to neither side. Without the closing marker the whole text is reasoning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class ReasoningSplitter:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
-        """The reasoning and the rest that became certain."""
+        """Returns the new reasoning and the new rest."""
         reasoning, rest = "", ""
         for index, char in enumerate(text):
             if self._has_ended and not self._is_start:
@@ -41,7 +41,7 @@ class ReasoningSplitter:
         return (held.rstrip(), "") if self._is_inside else ("", held)
 
     def _before(self) -> str:
-        """Until the opening marker; other text is the rest."""
+        """Looks for the opening marker; other text is the rest."""
         marker = self._held.lstrip()
         if marker == OPEN:
             self._is_inside, self._held = True, ""
@@ -52,7 +52,7 @@ class ReasoningSplitter:
         return ""
 
     def _inside(self) -> str:
-        """Text of the reasoning, without the space before the closing marker."""
+        """The reasoning's text, without whitespace before the closing marker."""
         shown = ""
         while self._held:
             marker = self._held.lstrip()

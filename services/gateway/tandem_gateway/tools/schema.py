@@ -1,6 +1,6 @@
-"""Whether a value is a JSON schema, as far as a tool's prompt needs it.
+"""Checks that a value is a JSON schema, as far as a tool's prompt requires.
 
-Keywords that constrain values are checked where they are enforced: when a strict tool becomes a grammar.
+Keywords that constrain values are checked where they are enforced, when a strict tool becomes a grammar.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.model.conversation import Json
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-#: Keywords whose value is a schema, a list of schemas, an object of schemas.
+#: Keywords whose value is a schema; below, a list of schemas and an object of schemas.
 _SCHEMA = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames",
            "unevaluatedProperties", "unevaluatedItems")  # fmt: skip
 _SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -20,7 +20,7 @@ _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "de
 
 
 def check_well_formed(where: str, schema: Json) -> None:
-    """Raises InvalidRequestError naming the part of the field `where` that is no schema."""
+    """Raises InvalidRequestError naming the part of field `where` that is no schema."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):

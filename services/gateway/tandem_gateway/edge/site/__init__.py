@@ -1,5 +1,5 @@
-"""What the gateway says about itself: /, /docs, /openapi.json, /version.
+"""Pages and documents about the gateway: /, /docs, /openapi.json, /version.
 
 openapi.py    the HTTP API as an OpenAPI document, with the models that parse the bodies
-routes.py     the routes; the pages' files are in static/, and load nothing from elsewhere
+routes.py     the routes; the pages are in static/ and load nothing from other sites
 """

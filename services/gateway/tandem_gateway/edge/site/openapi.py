@@ -1,5 +1,4 @@
-"""The HTTP API as an OpenAPI 3.1 document: the routes in one table, their bodies from the models that parse
-them."""
+"""The HTTP API as an OpenAPI 3.1 document: one table of routes, and the models that parse their bodies."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ class Route(NamedTuple):
     group: str
     summary: str
     body: type[BaseModel] | None = None
-    #: Of a successful answer.
+    #: Content type of a successful answer.
     content: str = "application/json"
     needs_key: bool = True
-    #: Whether it takes the headers of requests that are answered.
+    #: Whether it accepts the headers of requests for answers.
     answers: bool = False
 
 
@@ -44,7 +43,7 @@ ROUTES = (
     Route("post", "/detokenize", "Tokens", "The text of token ids.", DetokenizeBody),
     Route("get", "/health", "State", "200 while requests are taken; 503 with a retry-after if not.",
           needs_key=False),
-    Route("get", "/ping", "State", "The same as /health.", needs_key=False),
+    Route("get", "/ping", "State", "An alias of /health.", needs_key=False),
     Route("get", "/version", "State", "The version of Tandem.", needs_key=False),
     Route("get", "/metrics", "State", "Metrics for Prometheus; an operator's key.", content="text/plain"),
     Route("get", "/fleet", "State", "The pods and their load."),
@@ -55,7 +54,7 @@ ROUTES = (
 )  # fmt: skip
 
 _ANSWER_HEADERS: Mapping[str, str] = {
-    "x-slo-class": "SLO class of the request; the same as slo_class in the body.",
+    "x-slo-class": "SLO class of the request, as slo_class in the body.",
     "x-slo-ttft-ms": "Objective of this request: milliseconds to the first token.",
     "x-slo-tpot-ms": "Objective: milliseconds per further token.",
     "x-slo-e2e-ms": "Objective: milliseconds to the end.",
