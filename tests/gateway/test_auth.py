@@ -22,7 +22,7 @@ def line(key: str, tenant: str, **fields: object) -> str:
     return json.dumps({"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant, **fields})
 
 
-async def test_grpc_needs_a_known_key(pods, gateway, keys_file):
+async def test_grpc_requires_a_known_key(pods, gateway, keys_file):
     pod = await pods()
     front = await gateway(pod, api_keys_file=keys_file)
     for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", "Basic acme-key"),)):
@@ -38,7 +38,7 @@ async def test_grpc_needs_a_known_key(pods, gateway, keys_file):
     call.cancel()
 
 
-async def test_http_needs_a_known_key(pods, gateway, keys_file):
+async def test_http_requires_a_known_key(pods, gateway, keys_file):
     pod = await pods()
     front = await gateway(pod, api_keys_file=keys_file)
     with pytest.raises(openai.AuthenticationError) as info:
@@ -105,7 +105,7 @@ async def test_changed_keys_are_read_again(pods, gateway, tmp_path):
     await until_async(is_exchanged)
 
 
-async def test_a_key_is_held_to_its_classes(pods, gateway, keys_file):
+async def test_a_key_may_use_only_its_classes(pods, gateway, keys_file):
     pod = await pods()
     front = await gateway(pod, api_keys_file=keys_file)
     async with front.openai_client("slow-key") as client:
@@ -124,7 +124,7 @@ def test_without_a_file_everyone_is_the_default_tenant():
     assert anyone.tenant == "default"
 
 
-def test_an_empty_file_lets_nobody_in(tmp_path):
+def test_an_empty_keys_file_refuses_every_key(tmp_path):
     path = tmp_path / "keys"
     path.write_text("# no keys yet\n\n")
     with pytest.raises(UnauthenticatedError):
@@ -144,7 +144,7 @@ def test_a_tenant_has_one_weight(tmp_path):
     assert [keys.authenticate(f"Bearer {key}").weight for key in "abc"] == [3, 3, 1]
 
 
-async def test_who_is_turned_away_is_counted_whatever_the_protocol(pods, gateway, keys_file):
+async def test_refused_callers_are_counted_for_every_protocol(pods, gateway, keys_file):
     front = await gateway(await pods(), api_keys_file=keys_file)
     wrong = {"authorization": "Bearer wrong"}
     for path in ("/v1/chat/completions", "/tokenize", "/tandem.v1.GatewayService/ListModels"):

@@ -43,7 +43,7 @@ async def test_a_gateway_serves_the_tables_names_and_no_other(pods, gateway):
     assert "_created" not in exposition
 
 
-async def test_vllms_names_say_what_ours_say(pods, gateway):
+async def test_metrics_with_vllms_names_equal_ours(pods, gateway):
     front = await gateway(await pods(total_blocks=100, free_blocks=40))
     await ask(front)
     await ask(front, slo_class="batch")
@@ -66,7 +66,7 @@ async def test_vllms_names_say_what_ours_say(pods, gateway):
     assert await front.metric("vllm:num_requests_running") == 0
 
 
-async def test_what_pods_did_is_counted_from_receipts_under_vllms_names(pods, gateway):
+async def test_pods_work_is_counted_from_receipts_under_vllms_names(pods, gateway):
     front = await gateway(await pods(num_preemptions=2, num_prefill_preemptions=1))
     assert await front.metric("vllm:spec_decode_num_drafts_total") == 0, "known before the first request"
     for _ in range(2):
@@ -82,7 +82,7 @@ async def test_what_pods_did_is_counted_from_receipts_under_vllms_names(pods, ga
         assert await front.metric(name) == value, name
 
 
-async def test_vllms_names_say_what_requests_asked_for_and_got(pods, gateway):
+async def test_vllms_histograms_show_requested_and_received_tokens(pods, gateway):
     front = await gateway(await pods())
     await ask(front, max_tokens=30, n=2)
     body = {"prompt": ["a", "b"], "max_tokens": 40, "n": 3}
@@ -202,7 +202,7 @@ async def test_an_operator_s_classes_replace_the_default_ones_everywhere(pods, g
     assert 'slo_class="chat"' not in (await front.http.get("/metrics")).text
 
 
-async def test_how_long_a_client_takes_to_send_its_request_is_no_part_of_its_times(pods, gateway):
+async def test_the_time_to_send_a_request_is_not_measured(pods, gateway):
     front = await gateway(await pods())
     body = json.dumps({"messages": USER}).encode()
 
@@ -217,7 +217,7 @@ async def test_how_long_a_client_takes_to_send_its_request_is_no_part_of_its_tim
     assert await front.metric("tandem_ttft_seconds_sum") < 0.4
 
 
-async def test_the_time_per_token_of_a_resumed_answer_is_that_of_the_tokens_that_came_now(pods, gateway):
+async def test_the_tpot_of_a_resumed_answer_covers_only_new_tokens(pods, gateway):
     front = await gateway(await pods(words=[f"w{n} " for n in range(12)], pause_s=0.05))
     call = front.grpc.Chat(gateway_pb2.ChatRequest(messages=MESSAGES))
     for _ in range(9):
@@ -230,7 +230,7 @@ async def test_the_time_per_token_of_a_resumed_answer_is_that_of_the_tokens_that
     assert await front.metric("tandem_tpot_seconds_sum") > 0.04
 
 
-async def test_a_client_that_leaves_is_an_abort(pods, gateway):
+async def test_a_client_that_disconnects_counts_as_abort(pods, gateway):
     front = await gateway(await pods(pause_s=30.0))
     with pytest.raises(openai.APITimeoutError):
         await front.openai.with_options(timeout=0.3).chat.completions.create(model="", messages=USER)
@@ -239,7 +239,7 @@ async def test_a_client_that_leaves_is_an_abort(pods, gateway):
     assert await front.metric('tandem_slo_misses_total{cause="cancelled"}') == 0, "it was not late yet"
 
 
-async def test_a_client_that_leaves_when_it_is_late_is_a_miss(pods, gateway):
+async def test_a_client_that_disconnects_after_a_missed_objective_is_a_miss(pods, gateway):
     front = await gateway(await pods(pause_s=30.0), slo_slack=0.0)
     client = front.openai.with_options(timeout=0.3, default_headers={"x-slo-ttft-ms": "100"})
     with pytest.raises(openai.APITimeoutError):
@@ -247,7 +247,7 @@ async def test_a_client_that_leaves_when_it_is_late_is_a_miss(pods, gateway):
     await front.until_metric('tandem_slo_misses_total{cause="cancelled"}', 1)
 
 
-async def test_what_the_caller_asked_wrongly_is_no_miss(pods, gateway, tmp_path):
+async def test_invalid_requests_and_quotas_are_no_misses(pods, gateway, tmp_path):
     keys = tmp_path / "keys.jsonl"
     key = {"key_sha256": hashlib.sha256(b"acme").hexdigest(), "tenant": "acme", "max_requests": 2}
     keys.write_text(json.dumps(key))
@@ -260,9 +260,9 @@ async def test_what_the_caller_asked_wrongly_is_no_miss(pods, gateway, tmp_path)
     assert await front.metric("tandem_slo_misses_total") == 0
 
 
-async def test_texts_refused_before_they_are_tokenized_are_misses(pods, gateway, monkeypatch):
-    monkeypatch.setattr(gateway_module, "_MAX_TOKENIZING", 0)
-    monkeypatch.setattr(gateway_module, "_INLINE_CHARS", 1)
+async def test_texts_refused_before_tokenizing_are_misses(pods, gateway, monkeypatch):
+    monkeypatch.setattr(gateway_module, "MAX_TOKENIZING", 0)
+    monkeypatch.setattr(gateway_module, "INLINE_CHARS", 1)
     front = await gateway(await pods())
     answer = await front.http.post("/v1/chat/completions", json={"messages": USER, "slo_class": "chat"})
     assert answer.status_code == 429

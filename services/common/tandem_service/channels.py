@@ -14,7 +14,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 #: Detects a dead host (which sends no RST) in about two seconds: a ping each second, one second to answer.
 _KEEPALIVE_MS = 1000
 #: A public connection without a call is closed after this time.
-_MAX_IDLE_MS = 15_000
+MAX_IDLE_MS = 15_000
 
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -51,7 +51,7 @@ def server_options(
         public = (
             ("grpc.max_allowed_incoming_connections", max_connections),
             # Of connections without a call; clients connect again when they have one.
-            ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
+            ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
         )
     if max_connection_age_s:
         public += (("grpc.max_connection_age_ms", round(max_connection_age_s * 1000)),)

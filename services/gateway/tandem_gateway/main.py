@@ -71,7 +71,7 @@ class GatewayProcess:
                 "give --tls-cert and --tls-key",
                 host=settings.host,
             )
-        self._server = PodServer(
+        self.server = PodServer(
             settings,
             role="gateway",
             service_names=[SERVICE_NAME],
@@ -83,18 +83,18 @@ class GatewayProcess:
             max_connection_age_s=settings.max_connection_age_s,
         )
         # It is ready without pods: it queues requests, or refuses them with a retry-after.
-        self._server.is_ready = lambda: not self._server.draining.is_set()
+        self.server.is_ready = lambda: not self.server.draining.is_set()
         metrics = GatewayMetrics(
-            self._server.registry, model_name=tokenizer.manifest.name, slo_classes=keys.slo_classes
+            self.server.registry, model_name=tokenizer.manifest.name, slo_classes=keys.slo_classes
         )
-        self._fleet = Fleet(
+        self.fleet = Fleet(
             {Role.DECODE: Discovery(settings.decode), Role.PREFILL: Discovery(settings.prefill)},
             model_revision=tokenizer.manifest.revision,
             pod_tls=settings.pod_tls(),
             poll_interval_s=settings.poll_interval_s,
         )
         lengths = OutputLengths()
-        router = Router(self._fleet, lengths)
+        router = Router(self.fleet, lengths)
         admission = Admission(
             Forecaster(
                 router,
@@ -107,41 +107,44 @@ class GatewayProcess:
             policy=settings.admission,
             slack=settings.slo_slack,
         )
-        metrics.watch(admission, self._fleet)
-        self._metrics, self._admission = metrics, admission
+        metrics.watch(admission, self.fleet)
+        self.metrics, self._admission = metrics, admission
         self._max_tokens = tokenizer.manifest.max_model_len
         #: Roles that had healthy pods when objectives without load were last logged.
         self._logged_roles: set[Role] = set()
         history, ended = History(), EndedRequests()
-        self._sampler = Sampler(history, metrics, admission, self._fleet, ended)
-        gateway = Gateway(
+        self._sampler = Sampler(history, metrics, admission, self.fleet, ended)
+        self.gateway = Gateway(
             tokenizer=tokenizer,
-            fleet=self._fleet,
+            fleet=self.fleet,
             admission=admission,
-            relay=Relay(self._fleet, router, metrics, failover_wait_s=settings.failover_wait_s),
+            relay=Relay(self.fleet, router, metrics, failover_wait_s=settings.failover_wait_s),
             metrics=metrics,
             ended=ended,
             settings=settings,
-            tracing=self._server.tracing,
+            tracing=self.server.tracing,
         )
-        keys.on_refusal = gateway.turned_away
+        keys.on_refusal = self.gateway.turned_away
         address = settings.redis_address() if settings.resume_ttl_s else None
+        self.store = None
+        if address is not None:
+            self.store = AnswerStore(
+                address, ttl_s=settings.resume_ttl_s, longest_s=settings.request_timeout_s
+            )
         self._answers = Answers(
-            gateway.run,
+            self.gateway.run,
             metrics,
-            None
-            if address is None
-            else AnswerStore(address, ttl_s=settings.resume_ttl_s, longest_s=settings.request_timeout_s),
+            self.store,
             ttl_s=settings.resume_ttl_s,
             max_bytes=settings.resume_max_bytes,
             request_timeout_s=settings.request_timeout_s,
         )
         self._answers_ended = asyncio.Event()
-        self._server.hand_over = self._end_answers
+        self.server.hand_over = self._end_answers
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(  # type: ignore[no-untyped-call]
-            GatewayServicer(gateway, self._answers, keys), self._server.grpc_server
+            GatewayServicer(self.gateway, self._answers, keys), self.server.grpc_server
         )
-        app = make_app(gateway, self._answers, keys, calls, history, self._server.registry)
+        app = make_app(self.gateway, self._answers, keys, calls, history, self.server.registry)
         self._http = HttpServer(
             app,
             settings.host,
@@ -155,7 +158,7 @@ class GatewayProcess:
 
     @property
     def grpc_port(self) -> int:
-        return self._server.port
+        return self.server.port
 
     @property
     def http_port(self) -> int:
@@ -163,13 +166,13 @@ class GatewayProcess:
 
     @property
     def metrics_port(self) -> int | None:
-        return self._server.metrics_port
+        return self.server.metrics_port
 
     async def start(self) -> None:
         """Raises OSError, with the remedy, when a port is taken."""
-        await self._fleet.start()
+        await self.fleet.start()
         await self._answers.start()
-        await self._server.start()
+        await self.server.start()
         await self._http.start()
         self._tasks = [asyncio.create_task(self._follow_fleet()), asyncio.create_task(self._stop_http())]
         self._background = [
@@ -178,44 +181,44 @@ class GatewayProcess:
         ]
 
     async def serve_until_signal(self) -> None:
-        await self._server.serve_until_signal()
+        await self.server.serve_until_signal()
         await self._close()
 
     async def stop(self) -> None:
         """Stops as after a signal."""
-        await self._server.stop()
+        await self.server.stop()
         await self._close()
 
     async def _follow_fleet(self) -> None:
         """Updates the health check, and the predictions in metrics and log."""
         log = structlog.get_logger("tandem.gateway")
         shown_at = -math.inf
-        while not self._server.draining.is_set():
+        while not self.server.draining.is_set():
             try:
-                self._server.set_serving(bool(self._fleet.healthy(Role.DECODE)))
+                self.server.set_serving(bool(self.fleet.healthy(Role.DECODE)))
                 # Pods report after each step, and a prediction takes up to a millisecond.
                 if (now := time.monotonic()) >= shown_at + _SHOW_EVERY_S:
                     shown_at = now
-                    self._metrics.show_prediction(self._admission)
+                    self.metrics.show_prediction(self._admission)
                 self._log_unloaded(log)
             except Exception:
                 # Without this the health check would keep its last answer forever.
                 log.exception("the state of the fleet could not be shown")
-            await self._fleet.wait_for_change(self._settings.poll_interval_s)
+            await self.fleet.wait_for_change(self._settings.poll_interval_s)
 
     def _log_unloaded(self, log: structlog.stdlib.BoundLogger) -> None:
         """Logs which objectives can be met without load, once all listed roles have healthy pods."""
-        roles = {role for role in Role if self._fleet.healthy(role)}
-        if roles != {pod.role for pod in self._fleet.pods()} or roles <= self._logged_roles:
+        roles = {role for role in Role if self.fleet.healthy(role)}
+        if roles != {pod.role for pod in self.fleet.pods()} or roles <= self._logged_roles:
             return
-        kept = kept_unloaded(self._fleet, self._metrics.slo_classes, self._max_tokens)
+        kept = kept_unloaded(self.fleet, self.metrics.slo_classes, self._max_tokens)
         if kept is not None:
             self._logged_roles = roles
             for name, objectives in kept.items():
                 log.info("objectives without load", slo_class=name, **objectives)
 
     async def _stop_http(self) -> None:
-        await self._server.draining.wait()
+        await self.server.draining.wait()
         self._http.close_after_responses()
         deadline = time.monotonic() + self._settings.drain_s
         # Until then new requests get a 503, which clients can distinguish from an outage.
@@ -239,8 +242,8 @@ class GatewayProcess:
         await end_tasks(self._background)
         await asyncio.gather(*self._tasks)
         await self._answers.close()
-        await self._fleet.close()
-        await self._server.tracing.close()
+        await self.fleet.close()
+        await self.server.tracing.close()
 
 
 async def _serve(settings: GatewaySettings) -> None:

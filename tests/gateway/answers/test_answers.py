@@ -12,7 +12,6 @@ import pytest
 import redis.asyncio as redis
 from fake_pods import FakePod
 from redis_servers import RedisServer, answers
-from tandem_gateway.answers import answer_store
 from tandem_gateway.answers.answer_store import StoreError
 from tandem_proto.v1 import answers_pb2, gateway_pb2
 from waiting import until, until_async
@@ -32,6 +31,11 @@ async def redis_url(tmp_path: Path) -> AsyncIterator[str]:
         await answers(client)
     yield server.url
     await server.stop()
+
+
+async def never_renewed() -> None:
+    """In place of AnswerStore.renew_lease: the gateway seems paused for longer than its lease."""
+    raise StoreError("paused")
 
 
 def events_of(text: str) -> list[tuple[str, dict | str]]:
@@ -95,7 +99,7 @@ async def _text(path: str, events: list[tuple[str, dict | str]]) -> str:
     )
 
 
-async def test_a_left_stream_stops_its_pod_and_resumes_after_its_last_token(pods, gateway):
+async def test_a_stream_without_reader_stops_its_pod_and_resumes_after_its_last_token(pods, gateway):
     pod = await pods(words=WORDS, pause_s=0.1)
     front = await gateway(pod)
     head = await first_events(front, CHAT, CHAT_BODY, 3)
@@ -125,7 +129,7 @@ def two_gateways(gateway: Callable, redis_url: str) -> Callable:
     return start
 
 
-async def test_another_gateway_resumes_what_the_first_one_began(pods, two_gateways):
+async def test_another_gateway_resumes_a_cut_stream(pods, two_gateways):
     pod = await pods(words=WORDS, pause_s=0.05)
     one, other = await two_gateways(pod)
     for count in (1, 4, 8):
@@ -136,7 +140,7 @@ async def test_another_gateway_resumes_what_the_first_one_began(pods, two_gatewa
         assert tail[-2][1]["usage"]["completion_tokens"] == len(WORDS)
 
 
-async def test_those_who_resume_in_the_same_moment_share_one_computation(pods, two_gateways):
+async def test_clients_that_resume_at_once_share_one_computation(pods, two_gateways):
     pod = await pods(words=WORDS, pause_s=0.05)
     one, other = await two_gateways(pod)
     head = await first_events(one, CHAT, CHAT_BODY, 3)
@@ -175,7 +179,9 @@ async def test_a_gateway_that_stops_ends_streams_with_an_error_and_another_resum
     assert chunks[-1].end.receipt.output_tokens == len(WORDS)
 
 
-async def test_a_gateway_that_was_taken_for_dead_writes_no_more(pods, two_gateways, redis_url):
+async def test_a_gateway_without_lease_does_not_append_to_a_claimed_answer(
+    pods, two_gateways, redis_url, monkeypatch
+):
     pod = await pods(words=WORDS, pause_s=0.2)
     one, other = await two_gateways(pod)
     text = ""
@@ -187,8 +193,7 @@ async def test_a_gateway_that_was_taken_for_dead_writes_no_more(pods, two_gatewa
         text += await anext(parts)
         name = events_of(text)[0][0][:16]
         owner = await client.hget("tandem:answer:{" + name + "}", "owner")
-        # As if it had been stopped for longer than its lease; nothing renews it meanwhile.
-        one.process._answers._writer._store._heart.cancel()
+        monkeypatch.setattr(one.process.store, "renew_lease", never_renewed)
         await client.delete(b"tandem:gateway:" + owner.partition(b":")[0])
         tail = await rest(other, CHAT, events_of(text)[0][0])
         assert await _text(CHAT, events_of(text)[:1] + tail) == "".join(WORDS)
@@ -197,21 +202,21 @@ async def test_a_gateway_that_was_taken_for_dead_writes_no_more(pods, two_gatewa
     assert "another gateway" in events_of(text)[-1][1]["error"]["message"]
 
 
-async def test_tokens_that_died_with_their_gateway_are_computed_again(
+async def test_unwritten_tokens_of_a_dead_gateway_are_computed_again(
     pods, two_gateways, redis_url, monkeypatch
 ):
     monkeypatch.setattr(
-        "tandem_gateway.answers.answer_writer._WRITE_S", 60.0
+        "tandem_gateway.answers.answer_writer.WRITE_S", 60.0
     )  # the store gets the first event alone
     pod = await pods(words=WORDS, pause_s=0.2)
     one, other = await two_gateways(pod)
     for path, body in ((CHAT, WITH_USAGE), (COMPLETIONS, COMPLETION_BODY)):
         pod.requests.clear()
         head = await first_events(one, path, body, 5, **{"idempotency-key": path})  # is not released
-        store = one.process._answers._writer._store
-        store._heart.cancel()
+        store = one.process.store
+        monkeypatch.setattr(store, "renew_lease", never_renewed)
         async with redis.Redis.from_url(redis_url) as client:
-            await client.delete(f"tandem:gateway:{store._id}")
+            await client.delete(f"tandem:gateway:{store.id}")
         tail = await rest(other, path, head[-1][0])
         assert await _text(path, head + tail) == "".join(WORDS)
         again = await rest(other, path, head[0][0])
@@ -269,7 +274,7 @@ async def test_a_key_holds_at_each_gateway_while_redis_hangs(pods, gateway, tmp_
     await server.stop()
 
 
-async def test_a_request_with_a_key_is_computed_although_its_caller_left(pods, gateway):
+async def test_a_request_with_a_key_is_computed_after_its_client_leaves(pods, gateway):
     pod = await pods(words=WORDS, pause_s=0.1)
     front = await gateway(pod)
     await first_events(front, CHAT, CHAT_BODY, 1, **{"idempotency-key": "k"})
@@ -305,7 +310,7 @@ async def test_a_failed_request_does_not_keep_its_key(pods, gateway):
     assert await _text(CHAT, events_of(response.text)) == "".join(WORDS)
 
 
-async def test_ids_that_name_no_answer_are_refused(pods, gateway, keys_file):
+async def test_unknown_event_ids_are_refused(pods, gateway, keys_file):
     front = await gateway(await pods(words=WORDS), api_keys_file=keys_file)
     acme, slow = {"authorization": "Bearer acme-key"}, {"authorization": "Bearer slow-key"}
     ((event_id, _),) = await first_events(front, CHAT, CHAT_BODY, 1, **acme)
@@ -373,7 +378,7 @@ async def test_answers_in_memory_are_bounded(pods, gateway):
     assert len(events_of((await running).text)) == 14
 
 
-async def test_a_stream_goes_on_when_redis_stops(pods, gateway, tmp_path):
+async def test_a_stream_continues_when_redis_stops(pods, gateway, tmp_path):
     server = RedisServer(tmp_path / "redis")
     await server.start()
     async with redis.Redis.from_url(server.url) as client:
@@ -382,7 +387,7 @@ async def test_a_stream_goes_on_when_redis_stops(pods, gateway, tmp_path):
     front = await gateway(pod, redis_url=server.url)
 
     async def is_connected() -> bool:
-        return front.process._answers._writer._store._client is not None
+        return front.process.store.is_connected
 
     await until_async(is_connected)
     text = ""
@@ -405,7 +410,7 @@ async def until_released(client: redis.Redis, key: str) -> None:
     await until_async(is_released)
 
 
-async def test_who_asks_often_hears_that_the_store_has_lost_the_answer(pods, two_gateways, redis_url):
+async def test_resuming_an_answer_that_redis_lost_fails_with_not_found(pods, two_gateways, redis_url):
     pod = await pods(words=WORDS, pause_s=0.05)
     front, _ = await two_gateways(pod)
     ((event_id, _),) = await first_events(front, CHAT, CHAT_BODY, 1)
@@ -426,7 +431,7 @@ async def test_who_asks_often_hears_that_the_store_has_lost_the_answer(pods, two
 
 
 @pytest.mark.parametrize("what", ["record", "event", "kind of record", "kind of events", "slo class"])
-async def test_what_others_write_into_redis_harms_nobody(pods, two_gateways, redis_url, what):
+async def test_foreign_values_in_redis_affect_only_their_answer(pods, two_gateways, redis_url, what):
     pod = await pods(words=WORDS)
     one, other = await two_gateways(pod)
     ((event_id, _),) = await first_events(one, CHAT, CHAT_BODY, 1)
@@ -454,10 +459,10 @@ async def test_what_others_write_into_redis_harms_nobody(pods, two_gateways, red
         assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
 
 
-async def test_an_answer_whose_first_reply_of_redis_was_lost_goes_on(pods, two_gateways, monkeypatch):
+async def test_an_answer_is_stored_although_redis_first_reply_is_lost(pods, two_gateways, monkeypatch):
     pod = await pods(words=WORDS, pause_s=0.05)
     one, other = await two_gateways(pod)
-    store = one.process._answers._writer._store
+    store = one.process.store
     begin, num_lost = store.begin, 0
 
     async def lose_the_reply(*arguments: object) -> bool:
@@ -474,29 +479,31 @@ async def test_an_answer_whose_first_reply_of_redis_was_lost_goes_on(pods, two_g
     assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
 
 
-async def test_an_answer_goes_on_when_its_connection_to_redis_is_closed_by_another_task(
+async def test_an_answer_continues_when_another_task_closes_the_connection_to_redis(
     pods, two_gateways, monkeypatch
 ):
     pod = await pods(words=WORDS, pause_s=0.3)
     one, other = await two_gateways(pod)
-    store, num_lost = one.process._answers._writer._store, 0
+    call, num_lost = redis.Redis.evalsha, 0
 
-    async def closed(*_: object) -> int:
+    async def closed_at_first(client: redis.Redis, *arguments: object) -> int:
         nonlocal num_lost
+        if num_lost:
+            return await call(client, *arguments)
         num_lost += 1
         raise AttributeError("'NoneType' object has no attribute 'writelines'")  # as redis-py does
 
-    monkeypatch.setattr(store._client, "evalsha", closed)
+    monkeypatch.setattr(redis.Redis, "evalsha", closed_at_first)
     head = await first_events(one, CHAT, CHAT_BODY, 6)
     assert num_lost == 1  # then there is a new connection
     assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
 
 
-async def test_who_resumes_while_redis_is_away_waits_for_it(pods, two_gateways, monkeypatch):
+async def test_a_client_that_resumes_waits_for_redis(pods, two_gateways, monkeypatch):
     pod = await pods(words=WORDS, pause_s=0.05)
     one, other = await two_gateways(pod)
     head = await first_events(one, CHAT, CHAT_BODY, 3)
-    store, calls = other.process._answers._writer._store, []
+    store, calls = other.process.store, []
     read = store.read
 
     async def away_at_first(name: str, start: int = 0) -> object:
@@ -514,7 +521,7 @@ async def test_an_answer_is_written_once_at_a_time(pods, two_gateways, monkeypat
     """Redis is away when the answer begins, and slow when it is back."""
     pod = await pods(words=WORDS, pause_s=0.05)
     one, other = await two_gateways(pod)
-    store = one.process._answers._writer._store
+    store = one.process.store
     begin, num_calls = store.begin, 0
 
     async def slow(*arguments: object) -> bool:
@@ -532,20 +539,18 @@ async def test_an_answer_is_written_once_at_a_time(pods, two_gateways, monkeypat
     assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
 
 
-async def test_an_end_that_redis_did_not_hear_of_holds_no_answer(pods, two_gateways, monkeypatch):
+async def test_an_answer_is_claimed_although_its_release_is_lost(pods, two_gateways, monkeypatch):
     pod = await pods(words=WORDS, pause_s=0.05)
     one, other = await two_gateways(pod)
-    store = one.process._answers._writer._store
-    evaluate, num_lost = store._eval, 0
+    store, num_lost = one.process.store, 0
 
-    async def lose_the_release(script: str, name: str, *arguments: object) -> int:
+    async def lose_the_release(name: str, owner: str) -> None:
         nonlocal num_lost
-        if script == answer_store._PASS_ON and arguments[1] == "":
-            num_lost += 1
-            raise StoreError("away")
-        return await evaluate(script, name, *arguments)
+        num_lost += 1
+        store.end(owner)
+        raise StoreError("away")
 
-    monkeypatch.setattr(store, "_eval", lose_the_release)
+    monkeypatch.setattr(store, "release", lose_the_release)
     head = await first_events(one, CHAT, CHAT_BODY, 4)
     await until(lambda: num_lost)
     tail = await asyncio.wait_for(rest(other, CHAT, head[-1][0]), 5)

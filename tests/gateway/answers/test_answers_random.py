@@ -23,7 +23,7 @@ REQUEST = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user",
 
 def make_unreliable(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     """Calls to Redis are lost before they arrive, or their replies are, or they are slow."""
-    reach = AnswerStore._redis
+    reach = AnswerStore.connection
 
     @asynccontextmanager
     async def unreliable(store: AnswerStore):
@@ -36,8 +36,8 @@ def make_unreliable(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None
         if rng.random() < 0.15:
             raise StoreError("no reply")
 
-    monkeypatch.setattr(AnswerStore, "_redis", unreliable)
-    monkeypatch.setattr(answer_store, "_LEASE_MS", 3000)  # a heartbeat may be lost too
+    monkeypatch.setattr(AnswerStore, "connection", unreliable)
+    monkeypatch.setattr(answer_store, "LEASE_MS", 3000)  # a heartbeat may be lost too
 
 
 async def ask(fronts: tuple, rng: random.Random, num_events: list[int]) -> None:
@@ -91,9 +91,8 @@ async def run(
                 await asyncio.sleep(rng.uniform(0.1, 0.5))
                 if rng.random() < 0.3:
                     await client.flushall()
-                used = rng.choice(fronts).process._answers._writer._store._client
-                if used is not None:  # under calls that use it
-                    await used.connection_pool.disconnect()
+                # Under calls that use the connections.
+                await client.client_kill_filter(_type="normal", skipme=True)
 
         disturbing = asyncio.create_task(disturb())
         async with asyncio.timeout(number * 20):

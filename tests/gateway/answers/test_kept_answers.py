@@ -22,7 +22,7 @@ def grow(kept: KeptAnswers, one: Answer, num_tokens: int = 1) -> None:
     kept.count(one)
 
 
-def test_bytes_are_those_of_the_answers_that_are_there():
+def test_bytes_are_the_sum_over_kept_answers():
     kept, rng = KeptAnswers(ttl_s=60.0, max_bytes=MAX_BYTES), random.Random(1)
     there: list[Answer] = []
     for number in range(300):
@@ -42,7 +42,7 @@ def test_bytes_are_those_of_the_answers_that_are_there():
         assert all(kept.get(one.name) is None and one.is_forgotten for one in removed)
 
 
-def test_what_is_removed_counts_no_more_when_it_grows():
+def test_a_removed_answer_does_not_count_when_it_grows():
     kept, one = KeptAnswers(ttl_s=60.0, max_bytes=MAX_BYTES), answer(1)
     kept.add(one)
     kept.remove(one)
@@ -52,7 +52,7 @@ def test_what_is_removed_counts_no_more_when_it_grows():
 
 
 @pytest.mark.parametrize("use", [{"is_running": True}, {"num_readers": 1}])
-def test_answers_in_use_stay(use: dict[str, int]):
+def test_answers_in_use_are_not_removed(use: dict[str, int]):
     kept, used, other = KeptAnswers(ttl_s=0.01, max_bytes=1), answer(1), answer(2)
     for one in (used, other):
         kept.add(one)
@@ -74,7 +74,7 @@ def test_answers_expire_by_their_last_use():
     assert kept.num_bytes == used.num_bytes
 
 
-def test_room():
+def test_there_is_room_below_the_byte_limit_and_with_a_time_to_live():
     kept = KeptAnswers(ttl_s=10.0, max_bytes=MAX_BYTES)
     assert kept.has_room()
     kept.add(answer(1))

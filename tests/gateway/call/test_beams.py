@@ -40,13 +40,13 @@ async def test_the_best_texts_are_the_choices(pods, gateway):
 
 async def test_a_prompt_leaves_the_backlog_when_it_is_computed(pods, gateway):
     front = await gateway(await pods(pause_s=30.0))
-    (pod,) = front.process._fleet.pods()
+    (pod,) = front.process.fleet.pods()
     searching = asyncio.create_task(front.http.post(COMPLETIONS, json=BEAMS))
     await until_async(lambda: asyncio.sleep(0, pod.in_flight == 1 and pod.backlog.num_own == 0))
     searching.cancel()
 
 
-async def test_chats_are_searched_too(pods, gateway):
+async def test_chats_support_beam_search(pods, gateway):
     front = await gateway(await pods())
     body = {"messages": [{"role": "user", "content": "hi"}], **BEAMS, "n": 2}
     del body["prompt"]
@@ -57,7 +57,7 @@ async def test_chats_are_searched_too(pods, gateway):
 @pytest.mark.parametrize(
     ("width", "asked"), [({"n": 2}, 2), ({"best_of": 3, "beam_width": None}, 3), ({"beam_width": 16}, 16)]
 )
-async def test_the_width_has_the_names_of_clients(pods, gateway, width, asked):
+async def test_the_width_accepts_the_names_of_vllm_and_tandem(pods, gateway, width, asked):
     pod = await pods()
     front = await gateway(pod)
     body = {"prompt": "a", "use_beam_search": True, **width}
@@ -65,7 +65,7 @@ async def test_the_width_has_the_names_of_clients(pods, gateway, width, asked):
     assert pod.requests[0].sampling.beam_search.width == asked
 
 
-async def test_penalties_of_length_mean_nothing_without_beams(pods, gateway):
+async def test_length_penalty_has_no_effect_without_beam_search(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
     body = {"prompt": "a", "use_beam_search": False, "length_penalty": 0.5, "early_stopping": True}
@@ -88,7 +88,7 @@ async def test_grpc_has_a_chunk_and_an_end_for_each_choice(pods, gateway):
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
-async def test_another_pod_begins_the_search_of_a_lost_one_anew(pods, gateway, status):
+async def test_another_pod_restarts_the_search_of_a_lost_pod(pods, gateway, status):
     lost = await pods("lost", fail_with=status, free_blocks=100, pause_s=0.2)
     other = await pods("other", free_blocks=90)
     front = await gateway(lost, other)
@@ -100,7 +100,7 @@ async def test_another_pod_begins_the_search_of_a_lost_one_anew(pods, gateway, s
     assert (receipt["decode_pod"], receipt["decode_retries"]) == ("other", 1)
 
 
-async def test_a_draining_pod_is_left(pods, gateway):
+async def test_a_search_leaves_a_draining_pod(pods, gateway):
     draining = await pods("draining", is_draining=True, free_blocks=100, pause_s=20.0)
     other = await pods("other", free_blocks=90)
     front = await gateway(draining, other)
@@ -109,14 +109,14 @@ async def test_a_draining_pod_is_left(pods, gateway):
     assert other.requests[0].kv_source == draining.target
 
 
-async def test_a_pod_that_knows_no_beams_is_an_error_and_no_answer(pods, gateway):
+async def test_a_pod_without_beam_search_is_an_error(pods, gateway):
     front = await gateway(await pods(can_search=False))
     response = await front.http.post(COMPLETIONS, json=BEAMS)
     assert response.status_code == 500
     assert "knows no beam search" in response.json()["error"]["message"]
 
 
-async def test_a_resumed_answer_has_what_was_missing(pods, gateway):
+async def test_a_resumed_search_sends_only_missing_choices(pods, gateway):
     """After the first choice, and after the second one's text."""
     pod = await pods()
     front = await gateway(pod)

@@ -23,7 +23,7 @@ def events_of(text: str) -> list[tuple[str, dict]]:
     return events
 
 
-async def test_choices_are_requests_whose_seeds_count_up(pods, gateway):
+async def test_choice_i_is_a_request_with_seed_plus_i(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
     answer = await front.openai.chat.completions.create(model="", messages=USER, n=3, seed=2**63 - 1)
@@ -38,7 +38,7 @@ async def test_choices_are_requests_whose_seeds_count_up(pods, gateway):
     assert await front.metric('tandem_requests_total{outcome="ok"}') == 3
 
 
-async def test_seeds_beyond_the_largest_begin_at_zero(pods, gateway):
+async def test_seeds_wrap_around_at_the_largest_seed(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
     response = await front.http.post(CHAT, json={"messages": USER, "n": 2, "seed": 2**64 - 1})
@@ -46,7 +46,7 @@ async def test_seeds_beyond_the_largest_begin_at_zero(pods, gateway):
     assert [request.sampling.seed for request in pod.requests] == [2**64 - 1, 0]
 
 
-async def test_the_other_choices_of_a_prompt_wait_for_the_first_ones_token(pods, gateway):
+async def test_choices_of_a_prompt_wait_for_the_first_choices_first_token(pods, gateway):
     pod = await pods(pause_s=0.3)
     front = await gateway(pod)
     call = asyncio.create_task(front.http.post(COMPLETIONS, json={"prompt": ["a", "b"], "n": 2}))
@@ -139,7 +139,7 @@ async def test_the_best_choices_have_the_highest_mean_log_probability(pods, gate
     assert [choice["index"] for choice in shown["choices"]] == [0, 1]
 
 
-async def test_grpc_streams_choices_too(pods, gateway):
+async def test_grpc_streams_several_choices(pods, gateway):
     front = await gateway(await pods())
     call = front.grpc.Generate(gateway_pb2.GenerateRequest(text="a", n=2))
     texts, ends = ["", ""], []
@@ -170,7 +170,7 @@ async def test_each_choice_takes_a_place(pods, gateway):
     assert await front.metric("tandem_requests_in_flight") == 0
 
 
-async def test_a_call_that_fails_or_is_left_ends_all_its_choices(pods, gateway):
+async def test_a_failed_or_cancelled_call_ends_all_its_choices(pods, gateway):
     pod = await pods(pause_s=0.2)
     front = await gateway(pod)
     with pytest.raises(TimeoutError):

@@ -18,7 +18,7 @@ async def _text(front) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
-async def test_a_request_moves_to_the_second_pod(status, pods, gateway):
+async def test_a_request_moves_to_another_pod_when_its_pod_is_lost(status, pods, gateway):
     # The bad pod reports more free blocks, so that it is asked first.
     bad = await pods("bad", fail_with=status, free_blocks=100)
     good = await pods("good", free_blocks=90)
@@ -52,7 +52,7 @@ async def test_the_time_on_lost_pods_is_in_the_receipt(pods, gateway):
 
 
 @pytest.mark.parametrize(("slo_class", "end_s"), [("interactive", 5.0), ("chat", None), ("batch", None)])
-async def test_a_pod_is_told_when_the_answer_has_to_end(slo_class, end_s, pods, gateway):
+async def test_the_request_to_a_pod_has_the_end_objective(slo_class, end_s, pods, gateway):
     lost = await pods("lost", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=2, free_blocks=100)
     other = await pods("other", free_blocks=50)
     front = await gateway(lost, other)
@@ -68,7 +68,7 @@ async def test_a_pod_is_told_when_the_answer_has_to_end(slo_class, end_s, pods, 
             assert end_s - 2 < sent.end_seconds <= end_s
 
 
-async def test_a_killed_pod_is_not_asked_again_until_it_is_back(pods, gateway):
+async def test_a_killed_pod_gets_no_request_until_it_answers_polls(pods, gateway):
     first = await pods("first", free_blocks=100)
     second = await pods("second", free_blocks=90)
     front = await gateway(first, second)
@@ -95,37 +95,39 @@ async def test_a_request_waits_for_the_only_pod_to_come_back(pods, gateway):
     assert (await answer)[0] == "Hello there!"
 
 
-async def test_what_a_lost_pod_delays_is_no_measure_of_predictions(pods, gateway):
+async def test_requests_delayed_by_a_lost_pod_do_not_count_as_prediction_errors(pods, gateway):
     lost = await pods(fail_after=1, fail_with=grpc.StatusCode.UNAVAILABLE)
     front = await gateway(lost, await pods("d-1", free_blocks=90))
-    fleet = front.process._fleet
+    fleet = front.process.fleet
     assert fleet.failing_since < 0
     before = time.monotonic()
     assert (await _text(front))[0] == "Hello there!"
     assert fleet.failing_since > before
 
 
-async def test_nor_is_what_a_prefill_pod_delays_until_that_is_usual(pods, gateway, monkeypatch):
+async def test_requests_delayed_by_a_failed_prefill_pod_count_only_in_a_series_of_failures(
+    pods, gateway, monkeypatch
+):
     front = await gateway(await pods(prefill_failures=1))
-    fleet = front.process._fleet
+    fleet = front.process.fleet
     assert (await _text(front))[0] == "Hello there!"
     began = fleet.failing_since
     assert began > 0
     assert (await _text(front))[0] == "Hello there!"
     assert fleet.failing_since == began, "what is predicted from then on knows of it"
-    monkeypatch.setattr("tandem_gateway.fleet.pods._FAILURES_APART_S", 0.0)
+    monkeypatch.setattr("tandem_gateway.fleet.pods.FAILURES_APART_S", 0.0)
     assert (await _text(front))[0] == "Hello there!"
     assert fleet.failing_since > began
 
 
-async def test_a_pod_that_drains_or_is_no_longer_listed_voids_no_prediction(pods, gateway):
+async def test_draining_and_unlisted_pods_are_no_failures(pods, gateway):
     leaving = await pods(is_draining=True, pause_s=0.05)
     front = await gateway(leaving, await pods("d-1", free_blocks=90))
     assert await _text(front) == ("Hello there!", "d-1")
-    assert front.process._fleet.failing_since < 0
+    assert front.process.fleet.failing_since < 0
 
 
-async def test_without_any_pod_the_wait_ends_with_unavailable(pods, gateway):
+async def test_without_pods_a_request_ends_unavailable_after_the_wait(pods, gateway):
     pod = await pods()
     front = await gateway(pod, failover_wait_s=0.3)
     await pod.stop()
@@ -181,7 +183,7 @@ async def test_the_only_pod_continues_when_it_is_back(pods, gateway):
     assert [list(request.output_token_ids) for request in pod.requests][-1] == [10, 11]
 
 
-async def test_an_answer_that_nobody_continues_ends_with_its_seed(pods, gateway):
+async def test_an_answer_without_another_pod_ends_with_its_seed(pods, gateway):
     pod = await pods(fail_with=grpc.StatusCode.CANCELLED, fail_after=2)
     front = await gateway(pod, failover_wait_s=0.3)
     call = front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER))
@@ -197,7 +199,7 @@ async def test_an_answer_that_nobody_continues_ends_with_its_seed(pods, gateway)
     assert str(pod.requests[0].sampling.seed) in info.value.details()
 
 
-async def test_a_pod_that_cannot_continue_sends_no_token_twice(pods, gateway):
+async def test_a_pod_without_support_for_continuation_sends_no_token_twice(pods, gateway):
     bad = await pods("bad", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=1)
     old = await pods("old", free_blocks=50, can_continue=False)
     front = await gateway(bad, old)
@@ -209,7 +211,7 @@ async def test_a_pod_that_cannot_continue_sends_no_token_twice(pods, gateway):
     assert "not after the tokens so far" in info.value.details()
 
 
-async def test_pods_that_die_after_a_token_each_are_not_the_requests_fault(pods, gateway):
+async def test_crashes_with_progress_in_between_do_not_end_the_request(pods, gateway):
     fleet = [
         await pods(f"d-{n}", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=n + 1, free_blocks=100 - n)
         for n in range(3)
@@ -219,7 +221,7 @@ async def test_pods_that_die_after_a_token_each_are_not_the_requests_fault(pods,
     assert [list(pod.requests[0].output_token_ids) for pod in fleet] == [[], [10], [10, 11]]
 
 
-async def test_a_request_that_kills_two_pods_at_one_token_gets_no_third(pods, gateway):
+async def test_two_crashes_at_one_token_end_the_request(pods, gateway):
     fleet = [await pods(f"d-{n}", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=1) for n in range(3)]
     front = await gateway(*fleet)
     with pytest.raises(grpc.aio.AioRpcError) as info:
@@ -265,7 +267,7 @@ async def test_a_pod_whose_reports_fail_is_not_used_until_they_succeed_again(pod
     seen = broken.num_status_calls
     assert [(await _text(front))[1] for _ in range(3)] == ["other"] * 3
     await until(lambda: broken.num_status_calls >= seen + 2)
-    assert [pod.target for pod in front.process._fleet.pods() if pod.healthy] == [other.target]
+    assert [pod.target for pod in front.process.fleet.pods() if pod.healthy] == [other.target]
     broken.status_error = None
     await front.until_healthy(2)
     assert (await _text(front))[1] == "broken"
@@ -309,7 +311,7 @@ async def test_a_pod_that_failed_and_recovered_is_asked_again_when_the_others_fa
         assert await answer == ("Hello there!", "first")
 
 
-async def test_a_request_that_kills_two_pods_gets_no_third(pods, gateway):
+async def test_two_crashes_before_the_first_token_end_the_request(pods, gateway):
     fleet = [await pods(f"d-{n}", fail_with=grpc.StatusCode.UNAVAILABLE) for n in range(3)]
     front = await gateway(*fleet)
     with pytest.raises(grpc.aio.AioRpcError) as info:
@@ -319,7 +321,7 @@ async def test_a_request_that_kills_two_pods_gets_no_third(pods, gateway):
     assert sum(len(pod.requests) for pod in fleet) == 2
 
 
-async def test_prefill_pods_that_crash_with_a_request_count_too(pods, gateway):
+async def test_crashes_of_prefill_pods_count(pods, gateway):
     fleet = [await pods(f"d-{n}", prefill_crashes=1, fail_with=grpc.StatusCode.UNAVAILABLE) for n in range(2)]
     front = await gateway(*fleet)
     with pytest.raises(grpc.aio.AioRpcError, match="2 pods crashed while they computed token 1"):
@@ -327,7 +329,7 @@ async def test_prefill_pods_that_crash_with_a_request_count_too(pods, gateway):
     assert sum(len(pod.requests) for pod in fleet) == 1
 
 
-async def test_the_next_pod_is_told_of_crashes_since_the_last_token(pods, gateway):
+async def test_the_next_pod_gets_the_number_of_crashes_since_the_last_token(pods, gateway):
     scripts = [{"fail_after": 0, "free_blocks": 90}, {"fail_after": 1, "free_blocks": 80}]
     first, second = [
         await pods(f"d-{n}", fail_with=grpc.StatusCode.UNAVAILABLE, **script)
@@ -339,7 +341,7 @@ async def test_the_next_pod_is_told_of_crashes_since_the_last_token(pods, gatewa
     assert [pod.requests[0].crashes for pod in (first, second, third)] == [0, 1, 1]
 
 
-async def test_pods_that_drain_or_refuse_the_connection_are_not_held_against_the_request(pods, gateway):
+async def test_draining_and_unreachable_pods_do_not_count_as_crashes(pods, gateway):
     draining = [await pods(f"drain-{n}", fail_with=grpc.StatusCode.CANCELLED) for n in range(3)]
     stopped = [await pods(f"stop-{n}") for n in range(3)]
     good = await pods("good", free_blocks=50)
@@ -360,7 +362,7 @@ async def test_a_request_too_large_for_one_pod_is_served_by_another(pods, gatewa
     assert await front.metric("tandem_decode_failovers_total") == 0, "the small pod has not failed"
 
 
-async def test_a_request_too_large_for_every_pod_is_the_callers_to_change(pods, gateway):
+async def test_a_request_too_large_for_every_pod_is_refused_with_the_limit(pods, gateway):
     fleet = [
         await pods(f"d-{n}", fail_with=grpc.StatusCode.FAILED_PRECONDITION, total_blocks=size)
         for n, size in enumerate((100, 300, 200))
@@ -409,7 +411,7 @@ async def test_an_answer_moves_from_a_pod_that_drains_to_one_that_fetches_its_kv
     assert 0 < len(moved.output_token_ids) < 3
 
 
-async def test_without_another_pod_an_answer_stays_with_the_one_that_drains(pods, gateway):
+async def test_an_answer_stays_on_a_draining_pod_without_another_one(pods, gateway):
     only = await pods(is_draining=True)
     front = await gateway(only)
     assert await _text(front) == ("Hello there!", "d-0")
@@ -428,7 +430,7 @@ async def test_an_answer_moves_when_another_pod_appears(pods, gateway):
     assert await answer == ("Hello there!", "late")
 
 
-async def test_a_pod_that_failed_a_request_waits_until_the_others_have_failed_it(pods, gateway):
+async def test_a_failed_pod_is_tried_again_only_after_the_others_failed(pods, gateway):
     """Three that answer polls but no calls: each is healthy again when the next one is left."""
     broken = [await pods(f"broken-{n}", hangs=True, pause_s=60.0) for n in range(3)]
     good = await pods("good", num_running=4, free_blocks=90)
@@ -437,7 +439,7 @@ async def test_a_pod_that_failed_a_request_waits_until_the_others_have_failed_it
     assert [len(pod.requests) for pod in broken] == [1, 1, 1]
 
 
-async def test_a_request_with_which_four_pods_go_silent_gets_no_fifth(pods, gateway):
+async def test_four_silent_pods_end_the_request(pods, gateway):
     fleet = [await pods(f"d-{n}", hangs=True, pause_s=60.0) for n in range(5)]
     front = await gateway(*fleet)
     with pytest.raises(grpc.aio.AioRpcError, match="or 4 went silent") as info:

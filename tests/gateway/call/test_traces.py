@@ -38,7 +38,7 @@ async def test_a_repeated_request_reads_the_answer_of_the_first(collector, pods,
     collector.assert_stages_add_up()
 
 
-async def test_an_answer_with_a_key_is_computed_on_when_its_client_leaves(collector, pods, gateway):
+async def test_the_trace_of_an_answer_with_a_key_continues_when_its_client_leaves(collector, pods, gateway):
     pod = await pods(pause_s=0.3)
     front = await gateway(pod)
     headers = {"idempotency-key": "k"}
@@ -69,7 +69,7 @@ async def test_a_client_that_leaves_ends_its_trace(collector, pods, gateway):
     collector.assert_stages_add_up()
 
 
-async def test_a_call_with_two_prompts_says_what_its_usage_says(collector, pods, gateway):
+async def test_the_trace_of_two_prompts_has_the_usage_of_both(collector, pods, gateway):
     front = await gateway(await pods(cached_tokens=1))
     answer = (await front.http.post("/v1/completions", json={"prompt": ["hi", "the order"], "n": 2})).json()
     await front.process.stop()
@@ -84,7 +84,7 @@ async def test_a_call_with_two_prompts_says_what_its_usage_says(collector, pods,
     assert root.attributes["tandem.slo.met"] is True
 
 
-async def test_a_miss_and_a_refusal_say_why(collector, pods, gateway):
+async def test_the_traces_of_a_miss_and_a_refusal_have_the_reason(collector, pods, gateway):
     front = await gateway(await pods(pause_s=0.05, step_s=0.01), slo_slack=0.0)
     late = {"x-slo-ttft-ms": "0.001"}
     assert (await front.http.post("/v1/completions", json=BODY, headers=late)).status_code == 200

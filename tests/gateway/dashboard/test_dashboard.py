@@ -111,7 +111,7 @@ async def test_a_running_request_is_in_its_stage(pods, gateway):
     await asyncio.gather(running, waiting, return_exceptions=True)
 
 
-async def test_stages_count_sequences_and_what_never_ran_does_not_end(pods, gateway):
+async def test_stages_count_sequences_and_ended_counts_only_admitted_ones(pods, gateway):
     pod = await pods(pause_s=1.5)
     front = await gateway(pod, max_in_flight=3, max_queue=1, admission="fifo")
     running = asyncio.create_task(chat(front, n=3))
@@ -206,7 +206,7 @@ def sample(number: int, requests: int = 0) -> Sample:
     return {"number": number, "requests": ["x" * 100] * requests}  # type: ignore[return-value]
 
 
-def test_the_history_keeps_so_many_samples():
+def test_the_history_keeps_its_number_of_samples():
     history = History(max_samples=5)
     for number in range(12):
         history.append(sample(number))
@@ -218,7 +218,7 @@ def test_the_history_keeps_so_many_samples():
     assert history.since(-5, 1) == (8, b"[" + json.dumps(sample(7), separators=(",", ":")).encode() + b"]")
 
 
-def test_the_history_keeps_so_many_bytes():
+def test_the_history_keeps_its_number_of_bytes():
     history = History(max_bytes=10_000)
     for number in range(100):
         history.append(sample(number, requests=number % 20))
@@ -266,7 +266,7 @@ def test_predicted_times_are_compared_with_those_of_the_same_requests():
     assert ttft == (3, 0.2, 0.15, 0.22)
 
 
-def test_drafts_are_added_up_by_source_also_of_requests_that_are_not_shown():
+def test_drafts_are_summed_by_source_over_all_requests():
     log = EndedRequests()
     for _ in range(3000):
         add(log, "r", drafted_by_source={"prompt": 3, "global": 1}, accepted_by_source={"prompt": 2})
@@ -276,7 +276,7 @@ def test_drafts_are_added_up_by_source_also_of_requests_that_are_not_shown():
     assert log.accepted == {"prompt": 6000}
 
 
-async def test_a_wrong_number_is_named_as_everywhere(pods, gateway):
+async def test_a_wrong_sample_number_is_refused_by_name(pods, gateway):
     front = await gateway(await pods())
     answer = await front.http.get("/dashboard/data?since=abc")
     assert answer.status_code == 400

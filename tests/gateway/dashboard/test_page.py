@@ -51,7 +51,7 @@ def cells(table: str, row: int) -> str:
 
 
 @needs_browser
-async def test_the_page_shows_what_the_samples_say(pods, gateway, browser):
+async def test_the_page_shows_the_numbers_of_the_samples(pods, gateway, browser):
     front = await gateway(await pods(free_blocks=40))
     for number in range(3):
         await front.openai.chat.completions.create(
@@ -76,7 +76,7 @@ async def test_the_page_shows_what_the_samples_say(pods, gateway, browser):
 
 
 @needs_browser
-async def test_the_page_goes_back_in_time(pods, gateway, browser):
+async def test_the_page_shows_earlier_samples(pods, gateway, browser):
     front = await gateway(await pods())
     page = await browser(f"{front.url}/dashboard")
     await until_page(page, "document.querySelector('#panels')?.hidden === false")
@@ -96,7 +96,7 @@ async def test_the_page_goes_back_in_time(pods, gateway, browser):
 
 
 @needs_browser
-async def test_the_page_asks_for_an_operators_key_and_says_when_nobody_answers(
+async def test_the_page_asks_for_an_operators_key_and_reports_a_lost_gateway(
     pods, gateway, browser, tmp_path
 ):
     lines = [
@@ -150,7 +150,7 @@ await feed.run();
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node is on PATH; Debian's package is nodejs")
-def test_the_page_says_when_several_gateways_answer_and_never_asks_without_a_pause(tmp_path):
+def test_the_page_reports_several_gateways_and_pauses_between_requests(tmp_path):
     shutil.copytree(FOLDER, tmp_path / "page")
     (tmp_path / "page" / "package.json").write_text('{"type": "module"}')
     (tmp_path / "page" / "test.js").write_text(FEED)

@@ -72,7 +72,9 @@ def random_fields(seed: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in range(1, 11))])
-async def test_each_is_answered_or_refused_and_stalls_no_stream(pods, gateway, part: int) -> None:
+async def test_each_random_guide_is_answered_or_refused_without_blocking_streams(
+    pods, gateway, part: int
+) -> None:
     front = await gateway(await pods())
     bodies = [body_of(random_fields(seed)) for seed in range(150 * part, 150 * (part + 1))]
     async with watched_loop() as turns:
@@ -81,7 +83,7 @@ async def test_each_is_answered_or_refused_and_stalls_no_stream(pods, gateway, p
     assert max(turns) < STALL_S
 
 
-async def test_large_ones_stall_no_stream(pods, gateway) -> None:
+async def test_large_guides_do_not_block_streams(pods, gateway) -> None:
     front = await gateway(await pods())
     bodies = list(map(body_of, LARGE))
     async with watched_loop() as turns:

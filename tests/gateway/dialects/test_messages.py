@@ -12,7 +12,7 @@ async def front(pods, gateway):
     return await gateway(await pods())
 
 
-async def test_a_message_says_what_a_chat_says(front):
+async def test_a_message_has_the_text_and_usage_of_a_chat(front):
     body = {**ASKED, "model": "tiny-chat", "system": [{"type": "text", "text": "You help."}]}
     message = (await front.http.post("/v1/messages", json=body)).json()
     messages = [{"role": "system", "content": "You help."}, {"role": "user", "content": "hi"}]
@@ -84,7 +84,7 @@ async def test_tools_in_the_history_become_those_of_a_chat(front):
         ({"tools": [{"name": "f", "input_schema": {"type": "objekt"}}]}, "tools[0].input_schema.type"),
     ],
 )
-async def test_what_is_not_served_is_refused_by_name_in_anthropics_form(front, fields, param):
+async def test_unsupported_fields_are_refused_by_name_in_anthropics_format(front, fields, param):
     answer = await front.http.post("/v1/messages", json={**ASKED, **fields})
     assert answer.status_code == 400, answer.text
     assert answer.json()["type"] == "error"
@@ -92,7 +92,7 @@ async def test_what_is_not_served_is_refused_by_name_in_anthropics_form(front, f
     assert answer.json()["error"]["param"] == param
 
 
-async def test_the_key_may_come_in_anthropics_header(pods, gateway, keys_file):
+async def test_anthropics_key_header_is_accepted(pods, gateway, keys_file):
     front = await gateway(await pods(), api_keys_file=keys_file)
     for key, status in (("acme-key", 200), ("wrong", 401)):
         answer = await front.http.post("/v1/messages", json=ASKED, headers={"x-api-key": key})

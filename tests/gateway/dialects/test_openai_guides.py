@@ -49,7 +49,7 @@ def parsed(**fields: Any) -> Any:
         ({"guided_grammar": "start: /a/"}, Guide(GuideKind.LARK, "start: /a/")),
     ],
 )
-def test_each_way_to_ask_means_one_guide(fields: dict[str, Any], guide: Guide) -> None:
+def test_each_form_of_a_guide_is_read(fields: dict[str, Any], guide: Guide) -> None:
     assert parsed(**fields)["guide"] == guide
 
 
@@ -63,7 +63,7 @@ def test_each_way_to_ask_means_one_guide(fields: dict[str, Any], guide: Guide) -
         {"structured_outputs": {"json_object": False}},
     ],
 )
-def test_what_is_off_guides_nothing(fields: dict[str, Any]) -> None:
+def test_fields_that_are_off_give_no_guide(fields: dict[str, Any]) -> None:
     assert "guide" not in parsed(**fields)
 
 
@@ -74,7 +74,7 @@ def test_llama_cpp_s_grammars_become_lark() -> None:
     check_guide(guide)
 
 
-def test_completions_take_the_same_fields() -> None:
+def test_completions_accept_guides() -> None:
     body = parse_json(CompletionBody, b'{"prompt": "x", "guided_regex": "[0-9]"}').checked()
     assert body.given_sampling()["guide"] == Guide(GuideKind.REGEX, "[0-9]")
 
@@ -98,7 +98,7 @@ def test_completions_take_the_same_fields() -> None:
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ],
 )
-def test_what_is_wrong_is_named(fields: dict[str, Any], what: str) -> None:
+def test_wrong_guides_are_refused_by_name(fields: dict[str, Any], what: str) -> None:
     with pytest.raises(InvalidRequestError, match=what):
         given = parsed(**fields)
         from tandem_core.sampling import SamplingParams

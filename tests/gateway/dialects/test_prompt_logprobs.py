@@ -17,7 +17,7 @@ from tandem_proto.v1 import common_pb2, gateway_pb2
 USER = [{"role": "user", "content": "hi"}]
 
 
-async def test_a_chat_has_them_beside_its_choices(pods, gateway) -> None:
+async def test_a_chat_has_prompt_logprobs_at_the_top_level(pods, gateway) -> None:
     pod = await pods()
     front = await gateway(pod)
     body = {"messages": USER, "prompt_logprobs": 2, "n": 2, "return_token_ids": True}
@@ -37,7 +37,7 @@ async def test_a_chat_has_them_beside_its_choices(pods, gateway) -> None:
 
 
 @pytest.mark.parametrize("off", [None, False])
-async def test_off_means_off(pods, gateway, off: bool | None) -> None:
+async def test_prompt_logprobs_that_are_off_are_not_sent(pods, gateway, off: bool | None) -> None:
     pod = await pods()
     front = await gateway(pod)
     body = {"prompt": "hat", "prompt_logprobs": off, "echo": off}
@@ -47,7 +47,7 @@ async def test_off_means_off(pods, gateway, off: bool | None) -> None:
     assert not pod.requests[0].sampling.HasField("prompt_logprobs")
 
 
-async def test_more_values_than_an_answer_may_have_are_refused(pods, gateway) -> None:
+async def test_prompt_logprobs_over_the_limit_are_refused(pods, gateway) -> None:
     front = await gateway(await pods())
     prompt = [5] * 200
     num_prompts = MAX_VALUES // (21 * len(prompt))
@@ -64,7 +64,7 @@ async def test_more_values_than_an_answer_may_have_are_refused(pods, gateway) ->
         assert "fewer" in error["message"]
 
 
-async def test_a_pod_too_old_to_send_them_is_named(pods, gateway) -> None:
+async def test_a_pod_without_prompt_logprobs_is_an_error_that_names_it(pods, gateway) -> None:
     front = await gateway(await pods(knows_prompt_logprobs=False))
     answer = await front.http.post("/v1/completions", json={"prompt": "hat", "prompt_logprobs": 1})
     assert answer.status_code == 500
@@ -86,7 +86,7 @@ async def test_grpc_sends_the_prompt_with_the_first_message_of_each_choice(pods,
     assert len(chunks[0].prompt_logprobs.top_token_ids) == 3 * len(chunks[0].prompt_logprobs.logprobs)
 
 
-async def test_grpc_sends_nothing_but_the_prompt_if_no_tokens_are_wanted(pods, gateway) -> None:
+async def test_grpc_sends_only_the_prompt_with_max_tokens_zero(pods, gateway) -> None:
     front = await gateway(await pods(words=("Hello",)))
     sampling = common_pb2.SamplingParams(max_tokens=0, logprobs=1, prompt_logprobs=0)
     request = gateway_pb2.GenerateRequest(text="hat", echo=True, sampling=sampling)
@@ -120,7 +120,7 @@ def test_offsets_count_characters_of_the_text(text: str, pieces: list[bytes], of
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-async def test_those_of_a_long_prompt_stall_no_stream(
+async def test_prompt_logprobs_of_a_long_prompt_do_not_block_streams(
     pods, gateway, model_folder: Path, tmp_path: Path, is_streamed: bool
 ) -> None:
     """Megabytes of JSON."""

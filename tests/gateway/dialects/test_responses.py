@@ -22,7 +22,7 @@ async def front(pods, gateway):
     return await gateway(await pods())
 
 
-async def test_a_response_says_what_a_chat_says(front):
+async def test_a_response_has_the_text_and_usage_of_a_chat(front):
     response = await front.openai.responses.create(model="tiny-chat", instructions="You help.", input="hi")
     chat = await front.openai.chat.completions.create(
         model="tiny-chat",
@@ -98,7 +98,7 @@ async def test_items_become_the_messages_of_a_chat(front, pods):
     assert tokens[0] == tokens[1]
 
 
-async def test_logprobs_come_where_they_are_asked_for(front):
+async def test_logprobs_are_included_on_request(front):
     stream = await front.openai.responses.create(
         model="tiny-chat", input="hi", include=["message.output_text.logprobs"], top_logprobs=2, stream=True
     )
@@ -139,14 +139,14 @@ BAD_TOOL = {"type": "function", "name": "f", "parameters": {"type": "objekt"}}
         ({"input": "a", "tools": [BAD_TOOL]}, "tools[0].parameters.type"),
     ],
 )
-async def test_what_is_not_served_is_refused_by_name(front, fields, param):
+async def test_unsupported_fields_are_refused_by_name(front, fields, param):
     answer = await front.http.post("/v1/responses", json=fields)
     assert answer.status_code == 400, answer.text
     if param is not None:
         assert answer.json()["error"]["param"] == param
 
 
-async def test_what_has_no_effect_is_taken(front):
+async def test_fields_without_an_effect_are_accepted(front):
     response = await front.openai.responses.create(
         model="tiny-chat", input="hi", store=True, metadata={"a": "b"}, user="u", truncation="disabled",
         parallel_tool_calls=True, text={"format": {"type": "text"}}, background=False, include=[], tools=[],

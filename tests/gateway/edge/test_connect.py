@@ -46,7 +46,7 @@ async def _chat(front, body=None, **headers: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("name", ["json", "proto"])
-async def test_a_unary_call_in_both_forms(pods, gateway, name):
+async def test_a_unary_call_works_in_json_and_proto(pods, gateway, name):
     front = await gateway(await pods())
     headers = {"content-type": f"application/{name}", "tandem-request-id": "r-7"}
     content = b"{}" if name == "json" else b""
@@ -64,7 +64,7 @@ async def test_a_unary_call_in_both_forms(pods, gateway, name):
 
 
 @pytest.mark.parametrize("name", ["json", "proto"])
-async def test_a_stream_in_both_forms_is_the_stream_of_grpc(pods, gateway, name):
+async def test_a_stream_in_json_and_proto_equals_grpcs(pods, gateway, name):
     front = await gateway(await pods())
     request = gateway_pb2.GenerateRequest(text="hi", n=2)
     expected = [response async for response in front.grpc.Generate(request)]
@@ -128,7 +128,7 @@ async def test_another_content_type_is_not_supported(pods, gateway, subtests):
             assert "proto" in response.headers["accept-post"]
 
 
-async def test_what_there_is_no_method_for(pods, gateway):
+async def test_unknown_methods_and_get_are_refused(pods, gateway):
     front = await gateway(await pods())
     response = await front.http.post(f"{SERVICE}/Sing", content=b"", headers=STREAM)
     assert response.status_code == 404, "unimplemented, to a Connect client"
@@ -187,7 +187,7 @@ async def test_an_error_after_the_first_message_ends_the_stream(pods, gateway):
     assert _end(response)["error"]["code"] == "invalid_argument"
 
 
-async def test_an_unexpected_error_tells_only_the_request_id(pods, gateway, monkeypatch, caplog):
+async def test_an_unexpected_error_shows_only_the_request_id(pods, gateway, monkeypatch, caplog):
     front = await gateway(await pods())
 
     def fail(*_: object) -> None:
@@ -201,7 +201,7 @@ async def test_an_unexpected_error_tells_only_the_request_id(pods, gateway, monk
     assert "secret" not in error["message"]
 
 
-async def test_a_refusal_says_when_to_come_again(pods, gateway):
+async def test_a_refusal_has_a_retry_after(pods, gateway):
     pod = await pods(pause_s=30.0)
     front = await gateway(pod, max_in_flight=1, max_queue=0)
     running = asyncio.create_task(_chat(front))

@@ -45,7 +45,7 @@ async def raw_call(channel: grpc.aio.Channel, payload: bytes, key: str = "") -> 
     return grpc.StatusCode.OK
 
 
-async def test_without_a_key_a_grpc_message_is_not_even_received(pods, gateway, keys_file):
+async def test_a_grpc_message_without_a_key_is_not_received(pods, gateway, keys_file):
     front = await gateway(await pods(), api_keys_file=keys_file)
     for payload in (b"\xff\xff", b"\x0a" * 20_000_000):
         assert await raw_call(front.channel, payload) is grpc.StatusCode.UNAUTHENTICATED
@@ -67,7 +67,7 @@ async def started(channel: grpc.aio.Channel, method: str, payload: bytes | None,
     return call
 
 
-async def test_an_error_does_not_end_what_says_whether_the_gateway_serves(pods, gateway, monkeypatch):
+async def test_the_health_check_continues_after_an_error_in_predictions(pods, gateway, monkeypatch):
     pod = await pods()
     front = await gateway(pod)
     failed = asyncio.Event()
@@ -76,7 +76,7 @@ async def test_an_error_does_not_end_what_says_whether_the_gateway_serves(pods, 
         failed.set()
         raise ValueError("no prediction")
 
-    monkeypatch.setattr(front.process._metrics, "show_prediction", fails)
+    monkeypatch.setattr(front.process.metrics, "show_prediction", fails)
     await asyncio.wait_for(failed.wait(), 5.0)
     await pod.stop()
     stub = health_pb2_grpc.HealthStub(front.channel)
@@ -88,7 +88,7 @@ async def test_an_error_does_not_end_what_says_whether_the_gateway_serves(pods, 
     await until_async(serves_no_more)
 
 
-async def test_calls_without_a_key_take_nobody_s_place(pods, gateway, keys_file):
+async def test_calls_without_a_key_take_no_place(pods, gateway, keys_file):
     front = await gateway(await pods(), api_keys_file=keys_file, max_in_flight=2, max_queue=2)
     health = "/grpc.health.v1.Health"
     opened = [await started(front.channel, f"{health}/Watch", b"") for _ in range(100)]
@@ -124,7 +124,7 @@ async def test_calls_without_a_key_take_nobody_s_place(pods, gateway, keys_file)
     await until_async(is_free)
 
 
-async def test_a_tenant_s_open_calls_are_limited(pods, gateway, tmp_path):
+async def test_a_tenants_open_calls_are_limited(pods, gateway, tmp_path):
     keys = tmp_path / "keys.jsonl"
     lines = [
         {"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": key, "max_requests": 1}
@@ -150,10 +150,10 @@ async def test_a_tenant_s_open_calls_are_limited(pods, gateway, tmp_path):
     await until_async(is_free)
 
 
-async def test_a_tenant_s_long_texts_wait_for_each_other_only(pods, gateway, keys_file, monkeypatch):
+async def test_a_tenants_long_texts_do_not_delay_other_tenants(pods, gateway, keys_file, monkeypatch):
     front = await gateway(await pods(), api_keys_file=keys_file)
-    monkeypatch.setattr("tandem_gateway.call.gateway._INLINE_CHARS", 2)
-    tokenizer = front.process._answers._run.__self__.tokenizer
+    monkeypatch.setattr("tandem_gateway.call.gateway.INLINE_CHARS", 2)
+    tokenizer = front.process.gateway.tokenizer
     encode, may_go_on, begun = tokenizer.encode, threading.Event(), []
 
     def slow(text: str, **options: bool) -> list[int]:
@@ -170,7 +170,7 @@ async def test_a_tenant_s_long_texts_wait_for_each_other_only(pods, gateway, key
 
     try:
         waiting = [ask(f"slow {number}", "acme-key") for number in range(8)]
-        counts = front.process._answers._run.__self__._num_tokenizing
+        counts = front.process.gateway.num_tokenizing
         await until(lambda: counts["acme"] == 8 and begun)
         refused = await ask("one more", "acme-key")
         assert refused.status_code == 429
@@ -189,7 +189,7 @@ async def test_a_tenant_s_long_texts_wait_for_each_other_only(pods, gateway, key
         may_go_on.set()
 
 
-async def test_without_a_key_an_http_body_is_not_read(pods, gateway, keys_file):
+async def test_an_http_body_without_a_key_is_not_read(pods, gateway, keys_file):
     front = await gateway(await pods(), api_keys_file=keys_file, read_timeout_s=0.5)
     reader, writer = await open_connection(front)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5000000\r\n\r\n{")
@@ -202,13 +202,14 @@ async def test_without_a_key_an_http_body_is_not_read(pods, gateway, keys_file):
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(pods, gateway, monkeypatch):
     front = await gateway(await pods())
-    tokenizer = front.process._answers._run.__self__.tokenizer
+    tokenizer = front.process.gateway.tokenizer
     too_long = "x" * (tokenizer.max_text_bytes + 1)
 
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("was tokenized")
 
-    monkeypatch.setattr("tandem_core.model.tokenizer._encode", fail)
+    for name in ("encode", "encode_chat"):
+        monkeypatch.setattr(tokenizer, name, fail)
     for path, body in (
         (CHAT, {"messages": [{"role": "user", "content": too_long}]}),
         (CHAT, {"messages": [{"role": "user", "content": too_long[: len(too_long) // 2 + 1]}] * 2}),
@@ -234,7 +235,7 @@ HALF_SENT = {
 
 
 @pytest.mark.parametrize("sent", HALF_SENT.values(), ids=HALF_SENT.keys())
-async def test_a_request_that_does_not_arrive_is_given_up(pods, gateway, sent):
+async def test_a_request_that_arrives_too_slowly_is_refused(pods, gateway, sent):
     front = await gateway(await pods(), read_timeout_s=0.3)
     reader, writer = await open_connection(front)
     writer.write(sent)
@@ -243,7 +244,7 @@ async def test_a_request_that_does_not_arrive_is_given_up(pods, gateway, sent):
     writer.close()
 
 
-async def test_a_slow_answer_is_not_given_up(pods, gateway):
+async def test_a_slow_answer_is_not_cut_off(pods, gateway):
     front = await gateway(await pods(words=("a", "b", "c"), pause_s=0.3), read_timeout_s=0.2)
     for _ in range(2):  # over one connection
         response = await front.http.post(CHAT, json={"messages": USER})
@@ -285,7 +286,7 @@ async def test_connections_are_limited(pods, gateway):
     await until_async(is_free)
 
 
-async def test_connections_grow_only_so_old(pods, gateway):
+async def test_connections_close_at_their_age_limit(pods, gateway):
     """So that clients spread over new gateways; running answers go on."""
     pod = await pods(words=("a",) * 20, pause_s=0.05)
     front = await gateway(pod, max_connection_age_s=0.5)
@@ -345,7 +346,7 @@ async def test_one_tenant_cannot_take_every_place(pods, gateway, tmp_path):
     assert (await ask("greedy")).status_code == 200
 
 
-async def test_a_tenant_s_rate_of_tokens_is_limited(pods, gateway, tmp_path):
+async def test_a_tenants_rate_of_tokens_is_limited(pods, gateway, tmp_path):
     keys = tmp_path / "keys.jsonl"
     line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "tokens_per_minute": 40}
     keys.write_text(json.dumps(line))
@@ -384,7 +385,7 @@ async def test_a_caller_cannot_choose_its_tenant(pods, gateway, keys_file):
     assert {request.tenant for request in pod.requests} == {"acme"}
 
 
-async def test_every_503_says_when_to_come_again(gateway):
+async def test_every_503_has_a_retry_after(gateway):
     front = await gateway(failover_wait_s=0.0, decode=("127.0.0.1:9",))
     for response in (await front.http.get("/health"), await front.http.post(CHAT, json={"messages": USER})):
         assert response.status_code == 503
@@ -454,13 +455,13 @@ async def test_both_ports_speak_tls_and_take_a_new_certificate(pods, model_folde
         ({"tls_cert": "a.pem"}, "--tls-cert and --tls-key go together"),
     ],
 )
-def test_an_open_gateway_does_not_start(model_folder, given_settings, message):
+def test_a_gateway_off_loopback_without_keys_does_not_start(model_folder, given_settings, message):
     with pytest.raises(ValueError, match=message):
         GatewaySettings(model=model_folder, decode=("127.0.0.1:1",), **given_settings)
     GatewaySettings(model=model_folder, decode=("127.0.0.1:1",), host="0.0.0.0", insecure=True)
 
 
-async def test_a_request_that_is_refused_uses_no_tokens(pods, gateway, tmp_path):
+async def test_a_refused_request_uses_no_tokens(pods, gateway, tmp_path):
     keys = tmp_path / "keys.jsonl"
     line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "tokens_per_minute": 60}
     keys.write_text(json.dumps(line | {"max_requests": 1}))
@@ -476,7 +477,7 @@ async def test_a_request_that_is_refused_uses_no_tokens(pods, gateway, tmp_path)
     running.cancel()
 
 
-async def test_what_an_answer_quotes_is_bounded(pods, gateway, keys_file):
+async def test_quotes_in_answers_are_bounded(pods, gateway, keys_file):
     front = await gateway(await pods(), api_keys_file=keys_file)
     headers = {"authorization": "Bearer acme-key"}
     long = "v" * 5000
@@ -490,7 +491,7 @@ async def test_what_an_answer_quotes_is_bounded(pods, gateway, keys_file):
         assert len(answer.text) < 600
 
 
-def test_what_an_error_quotes_is_bounded():
+def test_quotes_in_errors_are_bounded():
     for error in (
         InvalidRequestError("f" * 10**6, "m" * 10**6),
         UnsupportedFieldError("f" * 10**6, f"{'v' * 10**6!r} is not supported"),
@@ -563,14 +564,14 @@ async def no_server_error(front, data: st.DataObject) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-async def test_no_body_or_header_is_a_server_error(one_front, data):
+async def test_random_bodies_and_headers_cause_no_server_error(one_front, data):
     await no_server_error(one_front, data)
 
 
 @pytest.mark.wide
 @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-async def test_none_of_many_bodies_and_headers_is_a_server_error(one_front, data):
+async def test_many_random_bodies_and_headers_cause_no_server_error(one_front, data):
     await no_server_error(one_front, data)
 
 
@@ -586,7 +587,7 @@ async def test_the_command_line_reaches_a_gateway_with_tls(pods, model_folder, t
         )
     )  # fmt: skip
     await process.start()
-    url = f"http://127.0.0.1:{process._server.metrics_port}"
+    url = f"http://127.0.0.1:{process.metrics_port}"
     spec = ProcessSpec("gateway", "gateway", (), ports={}, health_target=url)
 
     async def serves() -> bool:
@@ -621,8 +622,8 @@ async def test_a_large_message_without_a_key_is_refused_and_not_sent_back(pods, 
     assert len(info.value.details()) < 200
 
 
-async def test_idle_connections_shut_nobody_out(pods, gateway, keys_file, monkeypatch):
-    monkeypatch.setattr("tandem_service.channels._MAX_IDLE_MS", 300)
+async def test_idle_connections_make_room_for_new_ones(pods, gateway, keys_file, monkeypatch):
+    monkeypatch.setattr("tandem_service.channels.MAX_IDLE_MS", 300)
     front = await gateway(await pods(), api_keys_file=keys_file, max_connections=4)
     idle = []
     for _ in range(60):
@@ -643,7 +644,7 @@ async def test_idle_connections_shut_nobody_out(pods, gateway, keys_file, monkey
     writer.close()
 
 
-async def test_a_tenant_s_limits_hold_for_answers_that_are_resumed(pods, gateway, tmp_path):
+async def test_a_tenants_limits_apply_to_resumed_answers(pods, gateway, tmp_path):
     keys = tmp_path / "keys.jsonl"
     line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "max_requests": 1}
     keys.write_text(json.dumps(line))

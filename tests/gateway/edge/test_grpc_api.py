@@ -93,7 +93,7 @@ async def test_generate_takes_token_ids_as_they_are(pods, gateway):
     assert list(pod.requests[0].prompt_token_ids) == [5, 6, 7]
 
 
-async def test_a_missed_objective_is_told_with_its_amount(pods, gateway):
+async def test_the_receipt_of_a_miss_has_the_excess(pods, gateway):
     front = await gateway(await pods(pause_s=0.4))
     request = gateway_pb2.ChatRequest(messages=USER, slo_class="chat")
     _, end = await _collect(front.grpc.Chat(request))
@@ -246,7 +246,7 @@ async def test_a_full_queue_is_refused_at_once_with_a_retry_after(full):
     assert await full.metric('tandem_slo_requests_received_total{slo_class="interactive"}') == 2
 
 
-async def test_what_the_pod_refuses_keeps_its_status(pods, gateway):
+async def test_a_pods_refusal_keeps_its_status(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
     for status, expected in [
@@ -260,7 +260,7 @@ async def test_what_the_pod_refuses_keeps_its_status(pods, gateway):
         assert "prompt: d-0 says no" in error.details()
 
 
-async def test_equal_request_ids_in_flight_are_told_apart(pods, gateway):
+async def test_equal_request_ids_in_flight_become_different(pods, gateway):
     pod = await pods(pause_s=0.05)
     front = await gateway(pod)
     request = gateway_pb2.ChatRequest(messages=USER, request_id="same")

@@ -27,7 +27,7 @@ LIMITS = JsonLimits(max_containers=5, max_values=7)
         (["{{{{{{{{", [], [], [], [], []], False),
     ],
 )
-async def test_values_count_outside_of_texts_alone(value, is_fine):
+async def test_only_values_outside_of_strings_count(value, is_fine):
     body = json.dumps(value).encode()
     if is_fine:
         await check_structure(body, LIMITS)
@@ -36,7 +36,7 @@ async def test_values_count_outside_of_texts_alone(value, is_fine):
             await check_structure(body, LIMITS)
 
 
-async def test_what_is_no_json_is_left_to_the_parser():
+async def test_invalid_json_is_left_to_the_parser():
     for body in (b"", b'"', b'"\\', b'\\\\"', b'{"a": "' + b"{" * 100):
         await check_structure(body, LIMITS)
 
@@ -110,7 +110,7 @@ COSTLY = {
 
 
 @pytest.mark.parametrize("name", COSTLY)
-async def test_no_body_within_the_limits_stalls_the_streams(name):
+async def test_no_body_within_the_limits_blocks_streams(name):
     """Time of this thread, which a busy machine does not lengthen."""
     parse, body = COSTLY[name]
     best_s = 1.0

@@ -16,7 +16,7 @@ USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 
 
-async def test_a_whole_chat_answer(pods, gateway):
+async def test_a_chat_answer_has_openais_fields_and_a_receipt(pods, gateway):
     front = await gateway(await pods())
     answer = await front.openai.chat.completions.create(model="tiny-chat", messages=USER)
     (choice,) = answer.choices
@@ -32,7 +32,7 @@ async def test_a_whole_chat_answer(pods, gateway):
     assert answer.id == "chatcmpl-" + receipt["request_id"] == "chatcmpl-" + answer._request_id
 
 
-async def test_a_chat_stream_with_usage(pods, gateway):
+async def test_a_chat_stream_ends_with_usage_on_request(pods, gateway):
     front = await gateway(await pods())
     stream = await front.openai.chat.completions.create(
         model="tiny-chat", messages=USER, stream=True, stream_options={"include_usage": True}
@@ -67,7 +67,7 @@ async def test_text_arrives_as_the_pod_sends_it(pods, gateway):
     assert all(later - earlier > 0.1 for earlier, later in itertools.pairwise(times))
 
 
-async def test_logprobs_in_chats_shape(pods, gateway):
+async def test_a_chat_has_logprobs_in_openais_format(pods, gateway):
     front = await gateway(await pods())
     answer = await front.openai.chat.completions.create(
         model="tiny-chat", messages=USER, logprobs=True, top_logprobs=2
@@ -78,7 +78,7 @@ async def test_logprobs_in_chats_shape(pods, gateway):
     assert first.top_logprobs[1].bytes == [0xE2, 0x82]
 
 
-async def test_completions_whole_and_streamed(pods, gateway):
+async def test_a_completion_is_equal_whole_and_streamed(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
     answer = await front.openai.completions.create(model="tiny-chat", prompt="the order", logprobs=2)
@@ -120,7 +120,7 @@ async def test_parameters_of_the_body_reach_the_pod(pods, gateway):
     assert pod.requests[0].speculation == "chain"
 
 
-async def test_what_vllms_clients_send_is_taken_where_it_means_what_it_says(pods, gateway):
+async def test_vllms_fields_are_accepted_with_their_meaning(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
     off = {
@@ -161,7 +161,7 @@ async def test_texts_of_bad_words_are_forbidden_within_a_text_and_at_its_start(p
     assert sent == [[7, 8], encode("order"), encode(" order")]
 
 
-async def test_a_prompt_is_cut_to_its_last_tokens(pods, gateway):
+async def test_a_truncated_prompt_keeps_its_last_tokens(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
     for limit, kept in ((3, 3), (500, 300), (-1, 256 - 100)):
@@ -174,7 +174,7 @@ async def test_a_prompt_is_cut_to_its_last_tokens(pods, gateway):
         assert list(pod.requests[-1].prompt_token_ids) == prompt[-kept:]
 
 
-async def test_token_ids_come_with_an_answer_that_asks_for_them(pods, gateway):
+async def test_token_ids_are_returned_on_request(pods, gateway):
     front = await gateway(await pods())
     body = {"prompt": [5, 6], "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 1}
     whole = (await front.http.post("/v1/completions", json=body)).json()["choices"][0]
@@ -372,7 +372,7 @@ async def test_a_client_that_disconnects_while_queued_leaves_the_queue(pods, gat
     assert len(pod.requests) == 1
 
 
-async def test_a_client_that_leaves_while_it_sends_is_no_server_error(pods, gateway):
+async def test_a_client_that_disconnects_while_sending_causes_no_server_error(pods, gateway):
     front = await gateway(await pods())
     _, writer = await asyncio.open_connection("127.0.0.1", front.process.http_port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
@@ -385,7 +385,7 @@ async def test_a_client_that_leaves_while_it_sends_is_no_server_error(pods, gate
     assert (await front.http.get("/health")).status_code == 200
 
 
-async def test_an_error_midway_is_told_inside_the_stream(pods, gateway):
+async def test_an_error_within_a_stream_is_an_event(pods, gateway):
     front = await gateway(await pods(fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=2))
     stream = await front.openai.chat.completions.create(model="", messages=USER, stream=True)
     texts = []
@@ -395,7 +395,7 @@ async def test_an_error_midway_is_told_inside_the_stream(pods, gateway):
     assert texts == ["Hello", " there"]
 
 
-async def test_health_metrics_and_fleet(pods, gateway):
+async def test_health_metrics_and_fleet_show_the_pods(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
     await front.openai.chat.completions.create(model="", messages=USER)
@@ -424,7 +424,7 @@ async def test_a_drain_lets_a_running_stream_finish(pods, gateway):
     front = await gateway(pod, drain_s=5.0)
     stream = await front.openai.chat.completions.create(model="", messages=USER, stream=True)
     stopping = asyncio.create_task(front.process.stop())
-    await asyncio.wait_for(front.process._server.draining.wait(), 1.0)
+    await asyncio.wait_for(front.process.server.draining.wait(), 1.0)
     for kept in (front.http, httpx.AsyncClient(base_url=front.http.base_url)):
         refused = await kept.post("/v1/chat/completions", json={"messages": USER})
         assert refused.status_code == 503
@@ -445,7 +445,7 @@ async def test_a_drain_lets_a_running_stream_finish(pods, gateway):
     await asyncio.wait_for(stopping, 3.0)
 
 
-async def test_an_answer_that_the_gateway_ends_is_no_clients_cancel(pods, gateway):
+async def test_an_answer_ended_by_the_gateway_counts_as_unavailable(pods, gateway):
     pod = await pods(pause_s=0.5)
     front = await gateway(pod, drain_s=0.2)
     stream = await front.openai.chat.completions.create(model="", messages=USER, stream=True)
@@ -457,11 +457,11 @@ async def test_an_answer_that_the_gateway_ends_is_no_clients_cancel(pods, gatewa
     await front.openai.close()
     await front.http.aclose()
     await asyncio.wait_for(stopping, 3.0)
-    misses = front.process._metrics.misses.sums(2)
+    misses = front.process.metrics.misses.sums(2)
     assert (misses["unavailable"], misses["cancelled"]) == (1, 0)
 
 
-async def test_objectives_come_with_a_request(pods, gateway):
+async def test_a_request_can_set_its_objectives(pods, gateway):
     front = await gateway(await pods())
     headers = {
         "x-slo-class": "chat",
@@ -485,7 +485,7 @@ async def test_objectives_come_with_a_request(pods, gateway):
         ({"x-slo-e2e-ms": "1e12"}, "at most 86400000"),
         ({"x-slo-ttft-ms": "1_000"}, "x-slo-ttft-ms: is '1_000'; send a number of milliseconds"),
         ({"x-slo-strict": "yes"}, "x-slo-strict: is 'yes'; send true or false"),
-        ({"x-slo-tftt-ms": "100"}, "is no header of this API; use x-slo-class, x-slo-ttft-ms"),
+        ({"x-slo-tftt-ms": "100"}, "is not a header of this API; use x-slo-class, x-slo-ttft-ms"),
         ({"x-slo-class": "batch"}, "x-slo-class: is 'batch', but slo_class in the body is 'chat'"),
         ({"x-slo-class": "gold"}, "slo_class"),
         ([("x-slo-ttft-ms", "5000"), ("x-slo-ttft-ms", "1")], "x-slo-ttft-ms: is repeated"),

@@ -23,11 +23,11 @@ async def fuzz(pods, gateway, number: int, seed: int) -> None:
     await front.until_metric("tandem_requests_in_flight", 0)
 
 
-async def test_no_message_to_the_gateway_is_a_bug(pods, gateway):
+async def test_random_messages_to_the_gateway_cause_no_internal_error(pods, gateway):
     await fuzz(pods, gateway, 100, seed=0)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("seed", range(1, 5))
-async def test_none_of_many_messages_to_the_gateway_is_a_bug(pods, gateway, seed: int):
+async def test_many_random_messages_to_the_gateway_cause_no_internal_error(pods, gateway, seed: int):
     await fuzz(pods, gateway, 3000, seed)

@@ -12,7 +12,7 @@ async def front(pods, gateway):
     return await gateway(await pods())
 
 
-async def test_the_page_says_what_this_is_and_its_links_work(front):
+async def test_the_page_names_the_model_and_its_links_work(front):
     page = await front.http.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "tiny-chat" in page.text and "256 tokens" in page.text and "{" not in page.headers["content-type"]
@@ -41,7 +41,7 @@ async def test_the_document_lists_every_route_and_the_fields_of_bodies(front):
     assert references <= document["components"]["schemas"].keys()
 
 
-async def test_probes_and_clients_find_state_and_version(front, pods):
+async def test_probes_and_clients_get_state_and_version(front, pods):
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", (await front.http.get("/version")).json()["version"])
     for method, path in (("GET", "/health"), ("HEAD", "/health"), ("GET", "/ping"), ("POST", "/ping")):
         assert (await front.http.request(method, path)).status_code == 200
@@ -74,7 +74,7 @@ async def test_other_origins_are_not_answered_by_default(front):
     assert "access-control-allow-origin" not in plain.headers
 
 
-async def test_origins_that_are_set_may_call_and_no_others(pods, gateway):
+async def test_only_configured_origins_may_call(pods, gateway):
     front = await gateway(await pods(), cors_origins="https://shop.example")
     answer = await front.http.options("/v1/chat/completions", headers=PREFLIGHT)
     assert answer.status_code == 200
@@ -87,7 +87,7 @@ async def test_origins_that_are_set_may_call_and_no_others(pods, gateway):
     assert "access-control-allow-origin" not in other.headers
 
 
-async def test_names_that_are_not_this_machines_are_not_answered_without_keys(pods, gateway):
+async def test_foreign_host_names_are_refused_without_keys(pods, gateway):
     """A page whose own name resolves to 127.0.0.1 (DNS rebinding) has the gateway's origin for a browser."""
     targets = await pods()
     front = await gateway(targets)
@@ -103,6 +103,6 @@ async def test_names_that_are_not_this_machines_are_not_answered_without_keys(po
 
 
 @pytest.mark.parametrize("origin", ["shop.example", "https://shop.example/path", "https://*.example", "null"])
-def test_what_is_no_origin_is_refused(origin):
-    with pytest.raises(ValueError, match="is no origin"):
+def test_invalid_origins_are_refused(origin):
+    with pytest.raises(ValueError, match="is not an origin"):
         GatewaySettings(model="m", decode="127.0.0.1:1", cors_origins=origin)

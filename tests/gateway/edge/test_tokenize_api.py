@@ -25,7 +25,7 @@ async def test_messages_get_the_tokens_that_a_chat_of_them_gets(front, model_fol
     assert answer["tokens"] == Tokenizer(model_folder).encode_chat([Message("user", "the order ✓")])
 
 
-async def test_a_text_comes_back_from_its_tokens(front):
+async def test_detokenizing_returns_the_text(front):
     text = "<|im_start|>the order ✓ \N{GRINNING FACE}"
     body = {"prompt": text, "return_token_strs": True, "add_special_tokens": False}
     answer = (await front.http.post("/tokenize", json=body)).json()
@@ -59,13 +59,13 @@ async def test_a_prompt_longer_than_the_context_is_counted(front):
         ("/detokenize", {"tokens": [1], "skip": True}, "skip"),
     ],
 )
-async def test_what_cannot_be_counted_is_named(front, path, body, field):
+async def test_wrong_fields_are_refused_by_name(front, path, body, field):
     answer = await front.http.post(path, json=body)
     assert answer.status_code == (404 if field == "model" else 400), answer.text
     assert answer.json()["error"]["param"] == field
 
 
-async def test_counting_needs_a_key_where_answers_do(pods, gateway, keys_file):
+async def test_tokenizing_requires_a_key_if_answers_do(pods, gateway, keys_file):
     front = await gateway(await pods(), api_keys_file=keys_file)
     for path in ("/tokenize", "/detokenize"):
         assert (await front.http.post(path, json={"prompt": "a"})).status_code == 401

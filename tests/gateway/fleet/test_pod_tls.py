@@ -18,7 +18,7 @@ def settings(folder: Path, role: Role) -> dict[str, Path]:
     return {"pod_tls_cert": files.cert, "pod_tls_key": files.key, "pod_tls_ca": files.ca}
 
 
-async def test_a_gateway_follows_a_change_of_the_ca_while_a_stream_goes_on(pods, gateway, tmp_path: Path):
+async def test_a_gateway_takes_a_new_ca_while_a_stream_continues(pods, gateway, tmp_path: Path):
     folder = tmp_path / "tls"
     certificates.prepare(folder)
     words = tuple(f" word{index}" for index in range(10))
@@ -29,7 +29,7 @@ async def test_a_gateway_follows_a_change_of_the_ca_while_a_stream_goes_on(pods,
 
     certificates.prepare(tmp_path / "next")
     shutil.copytree(tmp_path / "next", folder, dirs_exist_ok=True)
-    (known,) = front.process._fleet.pods()
+    (known,) = front.process.fleet.pods()
     before = known.channel
     await until(lambda: known.channel is not before)
     assert (await stream).json()["choices"][0]["message"]["content"] == "".join(words)

@@ -35,7 +35,7 @@ def entry(pod: FakePod) -> str:
     return f"k8s://{pod.name}:{pod.target.rpartition(':')[2]}"
 
 
-async def test_a_pod_that_terminates_gets_nothing_new_within_half_a_second(pods, gateway, api):
+async def test_a_terminating_pod_gets_no_new_requests_within_half_a_second(pods, gateway, api):
     a, b = await pods("a"), await pods("b")
     for pod in (a, b):
         list_pod(api, pod)
@@ -56,7 +56,7 @@ async def test_a_pod_that_terminates_gets_nothing_new_within_half_a_second(pods,
     assert max(took) < 0.5
 
 
-async def test_the_answers_of_a_pod_that_terminates_go_on(pods, gateway, api):
+async def test_answers_of_a_terminating_pod_continue(pods, gateway, api):
     a = await pods("a", words=("x",) * 20, pause_s=0.05)
     list_pod(api, a)
     front = await gateway(a, decode=(entry(a),))
@@ -68,7 +68,7 @@ async def test_the_answers_of_a_pod_that_terminates_go_on(pods, gateway, api):
     assert len(a.requests) == 1
 
 
-async def test_a_pod_that_is_not_ready_gets_nothing_until_it_is(pods, gateway, api):
+async def test_a_pod_that_is_not_ready_gets_no_requests(pods, gateway, api):
     a = await pods("a")
     list_pod(api, a, ready=False)
     front = await gateway(decode=(entry(a),))
@@ -91,7 +91,7 @@ async def test_a_pod_that_is_not_ready_gets_nothing_until_it_is(pods, gateway, a
     assert status.pods[0].zone == "zone-a"
 
 
-async def test_a_role_at_zero_has_no_pods_and_wakes(pods, gateway, api):
+async def test_a_role_scaled_to_zero_serves_again_when_a_pod_appears(pods, gateway, api):
     a = await pods("a")
     list_pod(api, a)
     front = await gateway(a, decode=(entry(a),))

@@ -123,7 +123,7 @@ def test_an_answer_has_its_content_and_calls(title: str) -> None:
 
 
 @pytest.mark.parametrize("title", ANSWERS)
-def test_what_was_shown_depends_on_the_text_so_far_alone(title: str) -> None:
+def test_output_depends_only_on_the_text_so_far(title: str) -> None:
     """So each split gives the same, and a reader who comes back has the same behind him."""
     tool_format, text, *_ = ANSWERS[title]
     shape = form(tool_format, reasoning=True)
@@ -145,7 +145,7 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(PIECES, max_size=12), st.sampled_from(["hermes", "llama3", "mistral"]), st.data())
-def test_any_text_in_any_pieces_gives_the_same_and_loses_nothing(pieces, tool_format, data) -> None:
+def test_random_texts_give_equal_output_for_any_pieces(pieces, tool_format, data) -> None:
     text = "".join(pieces)
     shape = form(tool_format, reasoning=True)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
@@ -185,7 +185,7 @@ def test_arguments_come_before_the_call_is_complete() -> None:
     assert (more.index, more.id, more.name, more.arguments) == (0, "", "", ': "5')
 
 
-def test_only_one_call_where_one_is_allowed() -> None:
+def test_only_the_first_call_is_shown_if_one_is_allowed() -> None:
     text = f"<tool_call>{CANCEL}</tool_call><tool_call>{FIND}</tool_call>"
     assert read(text, form(single_call=True)).calls == [["cancel", "{}"]]
 
@@ -210,21 +210,21 @@ class TestReasoning:
         assert seen == read(text, answers_pb2.AnswerForm(reasoning=True, **fields), list(range(len(text))))
         return seen.reasoning, seen.content
 
-    def test_is_what_stands_in_think_at_the_beginning(self) -> None:
+    def test_reasoning_is_the_text_in_think_at_the_beginning(self) -> None:
         assert self.read("<think>\na  b\n\nc\n</think>\n\nHello\n") == ("a  b\n\nc", "Hello\n")
         assert self.read("\n<think></think>x") == ("", "x")
 
-    def test_is_not_what_stands_there_later(self) -> None:
+    def test_reasoning_excludes_later_think_blocks(self) -> None:
         assert self.read("Hi <think>x</think>") == ("", "Hi <think>x</think>")
         assert self.read("<thin") == ("", "<thin")
 
-    def test_may_have_been_opened_by_the_prompt(self) -> None:
+    def test_reasoning_can_be_opened_by_the_prompt(self) -> None:
         assert self.read("a </thin b</think>c", starts_in_reasoning=True) == ("a </thin b", "c")
 
-    def test_is_all_of_a_text_that_was_cut_off_inside(self) -> None:
+    def test_reasoning_is_the_whole_text_without_a_closing_marker(self) -> None:
         assert self.read("<think>\na b ") == ("a b", "")
 
-    def test_calls_are_found_behind_it_alone(self) -> None:
+    def test_calls_are_found_only_after_reasoning(self) -> None:
         text = f"<think>maybe <tool_call>{FIND}</tool_call></think>\n<tool_call>{CANCEL}</tool_call>"
         seen = read(text, form(reasoning=True))
         assert seen.reasoning == f"maybe <tool_call>{FIND}</tool_call>"

@@ -54,7 +54,7 @@ def fronted(folder, pods, gateway):
     return start
 
 
-async def test_openai_whole(fronted):
+async def test_openais_client_gets_a_whole_call(fronted):
     front = await fronted(CALL)
     answer = await front.openai.chat.completions.create(model="tiny-chat", messages=USER, tools=[TOOL])
     (choice,) = answer.choices
@@ -65,7 +65,7 @@ async def test_openai_whole(fronted):
     assert call.id.startswith("call_")
 
 
-async def test_openai_stream(fronted):
+async def test_openais_client_gets_a_streamed_call(fronted):
     front = await fronted(TWO)
     async with front.openai.chat.completions.stream(
         model="tiny-chat", messages=USER, tools=[TOOL], stream_options={"include_usage": True}
@@ -82,7 +82,7 @@ async def test_openai_stream(fronted):
     assert final.usage.completion_tokens == len(TWO)
 
 
-async def test_openai_parse(fronted):
+async def test_openais_parse_helper_gets_a_call(fronted):
     front = await fronted(CALL)
     answer = await front.openai.chat.completions.parse(
         model="tiny-chat", messages=USER, tools=[pydantic_function_tool(Find)]
@@ -146,13 +146,13 @@ async def test_without_tools_the_markers_are_text(fronted):
         assert "tool_calls" not in choice["message"]
 
 
-async def test_one_call_where_parallel_ones_are_off(fronted):
+async def test_parallel_calls_can_be_switched_off(fronted):
     front = await fronted(TWO)
     body = {"messages": USER, "tools": [TOOL], "parallel_tool_calls": False}
     assert len((await front.http.post(CHAT, json=body)).json()["choices"][0]["message"]["tool_calls"]) == 1
 
 
-async def test_the_older_function_call(fronted):
+async def test_older_functions_get_a_function_call(fronted):
     front = await fronted(CALL)
     answer = await front.openai.chat.completions.create(
         model="tiny-chat", messages=USER, functions=[TOOL["function"]]
@@ -184,7 +184,7 @@ async def test_the_format_can_be_set(fronted):
     assert answer.choices[0].message.tool_calls[0].function.name == "Find"
 
 
-async def test_reasoning_is_a_field_of_its_own_and_can_stay_in_the_text(fronted, tmp_path):
+async def test_reasoning_has_its_own_field_unless_splitting_is_off(fronted, tmp_path):
     words = ("<think>\nhm", " hm\n</th", "ink>\n\nSent", ".")
     model = make_tool_folder(tmp_path, "qwen3")
     front = await fronted(words, model)
@@ -199,7 +199,7 @@ async def test_reasoning_is_a_field_of_its_own_and_can_stay_in_the_text(fronted,
     assert whole["content"] == "".join(words)
 
 
-async def test_grpc(fronted):
+async def test_grpc_gets_calls_and_reasoning(fronted):
     front = await fronted(CALL)
     request = gateway_pb2.ChatRequest(
         messages=[gateway_pb2.ChatMessage(role="user", content="x")],
@@ -222,7 +222,7 @@ class TestLangChain:
             http_async_client=httpx.AsyncClient(trust_env=False),
         )  # fmt: skip
 
-    async def test_bind_tools_and_a_second_turn(self, fronted):
+    async def test_langchain_binds_tools_and_sends_a_second_turn(self, fronted):
         front = await fronted(CALL)
         model = self.model(front).bind_tools([Find])
         answer = await model.ainvoke("Where is order 5?")
@@ -237,19 +237,21 @@ class TestLangChain:
         assert whole.tool_calls[0]["args"] == {"id": "#W5", "fast": True}
 
     @pytest.mark.parametrize("choice", ["any", "auto", "none", "Find"])
-    async def test_tool_choices(self, choice, fronted):
+    async def test_langchain_sets_tool_choices(self, choice, fronted):
         front = await fronted(CALL[2:])
         answer = await self.model(front).bind_tools([Find], tool_choice=choice).ainvoke("Where?")
         assert bool(answer.tool_calls) == (choice != "none")
 
     @pytest.mark.parametrize("strict", [None, True])
-    async def test_with_structured_output_by_function_calling(self, strict: Literal[True] | None, fronted):
+    async def test_langchain_gets_structured_output_by_function_calling(
+        self, strict: Literal[True] | None, fronted
+    ):
         front = await fronted(CALL[2:])
         model = self.model(front).with_structured_output(Find, method="function_calling", strict=strict)
         assert await model.ainvoke("Where?") == Find(id="#W5", fast=True)
 
 
-async def test_litellm(fronted, monkeypatch):
+async def test_litellm_gets_a_call(fronted, monkeypatch):
     """Not among the development packages: it wants an older python-dateutil than the Kubernetes client."""
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the internet
     litellm = pytest.importorskip("litellm")

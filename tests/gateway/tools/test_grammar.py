@@ -86,7 +86,7 @@ def test_the_grammar_allows_calls_of_the_format_alone(case, model, subtests):
                 assert is_allowed(text) is wanted
 
 
-def test_a_strict_tool_whose_schema_cannot_be_enforced_is_refused_and_a_loose_one_is_not(model):
+def test_an_unenforceable_schema_is_refused_only_for_strict_tools(model):
     tokenizer, _ = model
     parameters = {"type": "object", "properties": {"a": {"type": "string", "maxLenght": 5}}}
 
@@ -103,7 +103,7 @@ def test_a_strict_tool_whose_schema_cannot_be_enforced_is_refused_and_a_loose_on
     assert guide(strict=False).kind is GuideKind.LARK
 
 
-async def test_requests_that_need_a_grammar_bring_it_to_the_pod(pods, gateway, tmp_path):
+async def test_the_pod_gets_a_grammar_if_the_request_needs_one(pods, gateway, tmp_path):
     pod = await pods(words=(FIND,))
     front = await gateway(pod, model=make_tool_folder(tmp_path, "qwen2.5"))
     named = {"type": "function", "function": {"name": "cancel"}}

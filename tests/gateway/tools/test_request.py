@@ -102,7 +102,7 @@ async def test_the_last_message_can_be_continued(ask):
     assert prompt.endswith("It is<|im_end|>\n")
 
 
-async def test_grpc_takes_the_same_tools_and_history(ask):
+async def test_grpc_accepts_tools_and_a_history_of_calls(ask):
     def message(turn):
         calls = [
             gateway_pb2.ToolCall(id=call["id"], **call["function"]) for call in turn.get("tool_calls", [])
@@ -189,7 +189,7 @@ BAD = [
 ]  # fmt: skip
 
 
-async def test_what_is_wrong_with_tools_is_named(pods, gateway, model_folder, subtests):
+async def test_wrong_tools_are_refused_by_name(pods, gateway, model_folder, subtests):
     pod = await pods()
     front = await gateway(pod)
     for body, param, words in BAD:
@@ -203,7 +203,7 @@ async def test_what_is_wrong_with_tools_is_named(pods, gateway, model_folder, su
     assert pod.requests == []
 
 
-async def test_tools_count_in_the_limit_of_the_prompt(pods, gateway):
+async def test_tools_count_toward_the_prompts_limit(pods, gateway):
     """Refused before they are rendered, and after, where the template makes a long text of a short one."""
     front = await gateway(await pods())
     long = tool(description="x" * 20_000)

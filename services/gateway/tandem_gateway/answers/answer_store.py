@@ -33,7 +33,7 @@ from tandem_gateway.request import Event
 _PREFIX = "tandem:answer:"
 _GATEWAY_PREFIX = "tandem:gateway:"
 #: A gateway whose lease expires is considered dead.
-_LEASE_MS = 1000
+LEASE_MS = 1000
 _HEARTBEAT_S = 0.3
 #: Longest wait for Redis, because streams pause meanwhile.
 _TIMEOUT_S = 0.5
@@ -115,7 +115,7 @@ class AnswerStore:
         self._ttl_ms = round(ttl_s * 1000)
         #: Expiry during a computation.
         self._running_ms = round((longest_s + ttl_s) * 1000)
-        self._id = secrets.token_hex(8)
+        self.id = secrets.token_hex(8)
         self._next_owner = 1
         #: Owners whose computations have not ended.
         self._owners: set[int] = set()
@@ -125,18 +125,22 @@ class AnswerStore:
         self._heart: asyncio.Task[None] | None = None
         self._hashes: dict[str, str] = {}
 
+    @property
+    def is_connected(self) -> bool:
+        return self._client is not None
+
     async def start(self) -> None:
         """Connects now, or as soon as Redis answers."""
         with contextlib.suppress(StoreError):
-            await self._renew_lease()
+            await self.renew_lease()
         self._heart = asyncio.create_task(self._keep_alive())
 
     async def close(self) -> None:
         if self._heart is not None:
             await end_tasks([self._heart])
         with contextlib.suppress(StoreError):
-            async with self._redis() as redis:
-                await redis.delete(_GATEWAY_PREFIX + self._id)
+            async with self.connection() as redis:
+                await redis.delete(_GATEWAY_PREFIX + self.id)
         if self._client is not None:
             await self._client.aclose()
 
@@ -145,12 +149,12 @@ class AnswerStore:
         number = self._next_owner
         self._next_owner += 1
         self._owners.add(number)
-        return f"{self._id}:{number}"
+        return f"{self.id}:{number}"
 
     def end(self, owner: str) -> None:
         """Ends the computation, so that any gateway may resume it."""
         gateway, _, number = owner.partition(":")
-        if gateway == self._id:
+        if gateway == self.id:
             self._owners.discard(int(number))
 
     async def begin(self, name: str, owner: str, record: answers_pb2.AnswerRecord) -> bool:
@@ -182,7 +186,7 @@ class AnswerStore:
     async def read(self, name: str, start: int = 0) -> StoredAnswer | None:
         """The answer with its events from `start`; None: there is none, or it cannot be read."""
         try:
-            async with self._redis() as redis:
+            async with self.connection() as redis:
                 fields = await redis.hgetall(_PREFIX + _slot(name))
                 if b"record" not in fields:
                     return None
@@ -190,7 +194,7 @@ class AnswerStore:
                 gateway, _, number = owner.partition(":")
                 # An owner of this gateway has ended but is not released yet, since a gateway computes an
                 # answer once.
-                is_owned = gateway not in ("", self._id) and _computes(
+                is_owned = gateway not in ("", self.id) and _computes(
                     await redis.get(_GATEWAY_PREFIX + gateway), number
                 )
                 # Read after the check of the owner, which includes a dead owner's last events.
@@ -204,7 +208,7 @@ class AnswerStore:
 
     async def _eval(self, script: str, name: str, *arguments: object) -> int:
         keys = (_PREFIX + _slot(name), _PREFIX + _slot(name) + ":events")
-        async with self._redis() as redis:
+        async with self.connection() as redis:
             if script not in self._hashes:
                 self._hashes[script] = await redis.script_load(script)
             try:
@@ -213,7 +217,7 @@ class AnswerStore:
                 return int(await redis.eval(script, len(keys), *keys, *arguments))
 
     @asynccontextmanager
-    async def _redis(self) -> AsyncIterator[Any]:
+    async def connection(self) -> AsyncIterator[Any]:
         if self._client is None:
             raise StoreError("Redis does not answer")
         client = self._client
@@ -231,22 +235,22 @@ class AnswerStore:
             raise StoreError(f"Redis does not answer: {error}") from error
 
     async def _keep_alive(self) -> None:
-        """Connects, and renews the lease that tells other gateways that this one lives."""
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
             with contextlib.suppress(StoreError):
-                await self._renew_lease()
+                await self.renew_lease()
 
-    async def _renew_lease(self) -> None:
+    async def renew_lease(self) -> None:
+        """Connects if necessary, and tells other gateways that this one lives."""
         if self._client is None:
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
                     self._client = await connect(self._address)
             except NO_ANSWER as error:
                 raise StoreError(f"Redis does not answer: {error}") from error
-        async with self._redis() as redis:
+        async with self.connection() as redis:
             owners = " ".join(map(str, (self._next_owner, *self._owners)))
-            await redis.set(_GATEWAY_PREFIX + self._id, owners, px=_LEASE_MS)
+            await redis.set(_GATEWAY_PREFIX + self.id, owners, px=LEASE_MS)
 
 
 def _computes(owners: bytes | None, number: str) -> bool:

@@ -22,7 +22,7 @@ FOLLOW_S = 0.05
 STORE_WAIT_S = 10.0
 #: Time between writes of an answer's events. A write takes .2 ms of a core; at .1 s, writing took a quarter
 #: of the gateway's CPU time with sixteen answers. Unwritten events of a dead gateway are computed again.
-_WRITE_S = 0.3
+WRITE_S = 0.3
 
 
 class AnswerWriter:
@@ -127,7 +127,7 @@ class AnswerWriter:
 
     async def _write_behind(self) -> None:
         while True:
-            await asyncio.sleep(_WRITE_S)
+            await asyncio.sleep(WRITE_S)
             await self._write_all()
 
     async def _write_all(self) -> None:

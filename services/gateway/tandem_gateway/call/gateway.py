@@ -67,11 +67,11 @@ from tandem_gateway.tools.choice import NO_TOOLS, ToolChoice
 from tandem_gateway.tools.form import AnswerForms
 
 #: Longer texts are tokenized in a thread, so that the event loop is not blocked.
-_INLINE_CHARS = 4096
+INLINE_CHARS = 4096
 #: Threads for that; a text as long as the context takes up to seconds.
 _TOKENIZING_THREADS = 2
 #: Limits on texts in these threads and their queue.
-_MAX_TOKENIZING, _MAX_TOKENIZING_OF_TENANT = 64, 8
+MAX_TOKENIZING, MAX_TOKENIZING_OF_TENANT = 64, 8
 #: JSON writes a control character in six bytes.
 _JSON_ESCAPE_BYTES = 6
 #: Most messages in one chat.
@@ -116,7 +116,7 @@ class Gateway:
         self._pieces = PieceCache()
         self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
         #: Texts in the tokenizing threads or their queue, by tenant.
-        self._num_tokenizing: Counter[str] = Counter()
+        self.num_tokenizing: Counter[str] = Counter()
         #: Allows one text per tenant at a time, so that no tenant occupies all threads.
         self._tokenizing_turns: defaultdict[str, asyncio.Semaphore] = defaultdict(asyncio.BoundedSemaphore)
         #: Guides known to compile, the oldest first.
@@ -255,12 +255,12 @@ class Gateway:
                 f"has more than {limit} bytes of text, and so more tokens than the model's context of "
                 f"{self.manifest.max_model_len}; shorten the prompt",
             )
-        if num_chars <= _INLINE_CHARS:
+        if num_chars <= INLINE_CHARS:
             return encode()
         caller = asking if isinstance(asking, Caller) else asking.caller
-        tenant, waiting = caller.tenant, self._num_tokenizing
-        limit = _MAX_TOKENIZING if caller.is_anyone else _MAX_TOKENIZING_OF_TENANT
-        if waiting[tenant] >= limit or waiting.total() >= _MAX_TOKENIZING:
+        tenant, waiting = caller.tenant, self.num_tokenizing
+        limit = MAX_TOKENIZING if caller.is_anyone else MAX_TOKENIZING_OF_TENANT
+        if waiting[tenant] >= limit or waiting.total() >= MAX_TOKENIZING:
             if isinstance(asking, ReceivedRequest):
                 self._metrics.refused_early(caller.slo(asking.slo_class, asking.objectives).name, tenant)
             raise OverloadedError(

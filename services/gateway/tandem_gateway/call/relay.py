@@ -358,7 +358,7 @@ class Relay:
         listed = {pod.target for pod in self._fleet.pods() if pod.role is Role.DECODE}
         if largest is not None and listed <= too_small.keys():
             raise ContextLengthError(
-                "max_tokens", f"no decode pod can hold this request; the largest says: {largest}"
+                "max_tokens", f"no decode pod can hold this request; the largest one reports: {largest}"
             )
         left_s = give_up_at - time.monotonic()
         if left_s <= 0:

@@ -308,7 +308,7 @@ def _objectives(headers: Headers) -> SloTarget:
     unknown = [name for name in headers if name.startswith("x-slo-") and name not in _SLO_HEADERS]
     if unknown:
         raise InvalidRequestError(
-            quoted(unknown[0]), f"is no header of this API; use {', '.join(_SLO_HEADERS)}"
+            quoted(unknown[0]), f"is not a header of this API; use {', '.join(_SLO_HEADERS)}"
         )
     repeated = next((name for name in _SLO_HEADERS if len(headers.getlist(name)) > 1), None)
     if repeated is not None:

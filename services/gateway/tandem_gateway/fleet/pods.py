@@ -42,7 +42,7 @@ _POLL_TIMEOUT_S = 2.0
 _MAX_MISSES = 3
 _FRESH_S = 5.0
 #: Failures less than this apart are one series, during which failures are expected.
-_FAILURES_APART_S = 10.0
+FAILURES_APART_S = 10.0
 #: Longest step of an engine; a chunk of a prompt takes seconds with a large model on a CPU.
 _LONGEST_STEP_S = 60.0
 #: Time for the requests of an unlisted pod to end.
@@ -254,7 +254,7 @@ class Fleet:
         """Call it when a pod is lost without warning, or failed to compute a prompt. Earlier predictions
         could not include it; in a long series of failures, later predictions do."""
         now = time.monotonic()
-        if now - self._failed_at > _FAILURES_APART_S:
+        if now - self._failed_at > FAILURES_APART_S:
             self.failing_since = now
         self._failed_at = now
 
