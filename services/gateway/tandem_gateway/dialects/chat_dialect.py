@@ -18,6 +18,8 @@ from tandem_gateway.dialects.sse import sse
 from tandem_gateway.errors import UnsupportedFieldError
 
 JsonObject = dict[str, JsonValue]
+#: A rendered event, or a part of a chat's rendered chunk.
+Rendered = dict[str, Any]
 
 
 class ChatDialectBody(JsonBody):
@@ -46,7 +48,7 @@ class ChatDialectBody(JsonBody):
                 raise UnsupportedFieldError(name, f"{self.reason}; leave it out")
         for name, other in self.renamed.items():
             if extra.get(name) is not None:
-                raise UnsupportedFieldError(name, f"is no field of this API; use {other}")
+                raise UnsupportedFieldError(name, f"is not a field of this API; use {other}")
         own = {
             "model": self.model,
             "stream": self.stream,
@@ -78,6 +80,8 @@ def part_text(where: str, part: JsonValue, kinds: Collection[str] = ("text",)) -
 class TypedEventsRenderer(ChatRenderer):
     """Renders each delta of a chat's stream as server-sent events with a type."""
 
+    _has_started = False
+
     def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
         chat = super().chunk(chunk, with_usage_field=False)
         return None if chat is None else {"events": self._events(_only_choice(chat))}
@@ -87,7 +91,7 @@ class TypedEventsRenderer(ChatRenderer):
 
     def encode(self, body: Json, event_id: str = "", *, in_steps: bool = False) -> bytes:
         """The last event has the id: a client that has it has the others too."""
-        events = cast(Sequence[dict[str, Any]], body["events"])
+        events = cast(Sequence[Rendered], body["events"])
         return b"".join(
             b"event: "
             + event["type"].encode()
@@ -99,10 +103,47 @@ class TypedEventsRenderer(ChatRenderer):
     def encode_end(self) -> bytes:
         return b""  # the last event's type says that it is the last
 
+    def _events(self, choice: Rendered) -> list[Rendered]:
+        events = [] if self._has_started else self._start()
+        self._has_started = True
+        events += self._of_delta(choice["delta"], choice["logprobs"])
+        if choice["finish_reason"] is not None:
+            events += self._end(choice)
+        return events
+
+    def _of_delta(self, delta: Rendered, logprobs: Rendered | None) -> list[Rendered]:
+        """Arguments of the open call come first, because text closes it; new calls come last."""
+        events: list[Rendered] = []
+        calls = delta.get("tool_calls") or ()
+        for call in calls:
+            if not call.get("id"):
+                events += self._call(call)
+        if text := delta.get("reasoning_content"):
+            events += self._text("reasoning", text, [])
+        content, positions = delta.get("content") or "", (logprobs or {}).get("content") or []
+        if content or positions:
+            events += self._text("message", content, positions)
+        for call in calls:
+            if call.get("id"):
+                events += self._call(call)
+        return events
+
     @abstractmethod
-    def _events(self, choice: dict[str, Any]) -> Sequence[dict[str, Any]]:
-        """The events of one `choice` of a chat's chunk."""
+    def _start(self) -> list[Rendered]:
+        """The events before the first delta."""
+
+    @abstractmethod
+    def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[Rendered]:
+        """`kind`: "reasoning" or "message"."""
+
+    @abstractmethod
+    def _call(self, call: Rendered) -> list[Rendered]:
+        """The events of a call's delta; the first one has its id and name, later ones arguments."""
+
+    @abstractmethod
+    def _end(self, choice: Rendered) -> list[Rendered]:
+        """The events after the last delta."""
 
 
-def _only_choice(chat: Json) -> dict[str, Any]:
-    return cast(Sequence[dict[str, Any]], chat["choices"])[0]
+def _only_choice(chat: Json) -> Rendered:
+    return cast(Sequence[Rendered], chat["choices"])[0]

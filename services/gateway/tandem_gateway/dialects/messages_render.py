@@ -15,11 +15,9 @@ from typing import Any, cast
 from tandem_core.errors import TandemError
 from tandem_proto.v1 import answers_pb2
 
-from tandem_gateway.dialects.chat_dialect import TypedEventsRenderer
+from tandem_gateway.dialects.chat_dialect import Rendered, TypedEventsRenderer
 from tandem_gateway.dialects.openai_render import Json, error_json
 from tandem_gateway.request import Event
-
-_Object = dict[str, Any]
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -33,22 +31,21 @@ class MessagesRenderer(TypedEventsRenderer):
     ) -> None:
         super().__init__(record, model, token_bytes)
         self._num_prompt = len(record.request.prompt_token_ids)
-        self._has_started = False
         #: Kind of the open block, and number of blocks including it.
         self._open, self._num_blocks = "", 0
-        self._ending: _Object = {}
+        self._ending: Rendered = {}
 
     def usage_chunk(self) -> Json:
-        usage = _usage(cast(_Object, super().usage_chunk()["usage"]))
+        usage = _usage(cast(Rendered, super().usage_chunk()["usage"]))
         delta: Json = {"type": "message_delta", "delta": self._ending, "usage": usage}
         stop: Json = {"type": "message_stop"}
         return {"events": [delta, stop]}
 
     def whole(self, events: Sequence[Event]) -> Json:
-        chat = cast(_Object, super().whole(events))
+        chat = cast(Rendered, super().whole(events))
         choice = chat["choices"][0]
         message = choice["message"]
-        content: list[_Object] = []
+        content: list[Rendered] = []
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls") or ():
@@ -59,37 +56,30 @@ class MessagesRenderer(TypedEventsRenderer):
     def encode_error(self, error: TandemError) -> bytes:
         return self.encode({"events": [{"type": "error", **error_json(error)}]})
 
-    def _events(self, choice: _Object) -> list[_Object]:
-        events: list[_Object] = []
-        if not self._has_started:
-            self._has_started = True
-            usage = {"input_tokens": self._num_prompt, "output_tokens": 0}
-            events.append({"type": "message_start", "message": self._message([], {}, usage)})
-        delta = choice["delta"]
-        calls = delta.get("tool_calls") or ()
-        for call in calls:
-            if not call.get("id"):  # continues the open block, before text closes it
-                events += self._arguments(call)
-        if text := delta.get("content"):
-            events += self._block("text", {"type": "text", "text": ""})
-            events.append(self._delta_event({"type": "text_delta", "text": text}))
-        for call in calls:
-            if call.get("id"):
-                events += self._close()
-                events += self._block("tool_use", {"type": "tool_use", **_head_of(call), "input": {}})
-                events += self._arguments(call)
-        if choice["finish_reason"] is not None:
+    def _start(self) -> list[Rendered]:
+        usage = {"input_tokens": self._num_prompt, "output_tokens": 0}
+        return [{"type": "message_start", "message": self._message([], {}, usage)}]
+
+    def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[Rendered]:
+        if kind == "reasoning" or not text:
+            return []
+        events = self._block("text", {"type": "text", "text": ""})
+        return [*events, self._delta_event({"type": "text_delta", "text": text})]
+
+    def _call(self, call: Rendered) -> list[Rendered]:
+        events: list[Rendered] = []
+        if call.get("id"):
             events += self._close()
-            self._ending = _stop(choice)
+            events += self._block("tool_use", {"type": "tool_use", **_head_of(call), "input": {}})
+        if arguments := (call.get("function") or {}).get("arguments"):
+            events.append(self._delta_event({"type": "input_json_delta", "partial_json": arguments}))
         return events
 
-    def _arguments(self, call: _Object) -> list[_Object]:
-        arguments = (call.get("function") or {}).get("arguments")
-        return (
-            [self._delta_event({"type": "input_json_delta", "partial_json": arguments})] if arguments else []
-        )
+    def _end(self, choice: Rendered) -> list[Rendered]:
+        self._ending = _stop(choice)
+        return self._close()
 
-    def _block(self, kind: str, block: _Object) -> list[_Object]:
+    def _block(self, kind: str, block: Rendered) -> list[Rendered]:
         """Opens a block, unless one of this kind is open."""
         if self._open == kind:
             return []
@@ -98,16 +88,16 @@ class MessagesRenderer(TypedEventsRenderer):
         start = {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}
         return [*events, start]
 
-    def _close(self) -> list[_Object]:
+    def _close(self) -> list[Rendered]:
         if not self._open:
             return []
         self._open = ""
         return [{"type": "content_block_stop", "index": self._num_blocks - 1}]
 
-    def _delta_event(self, delta: _Object) -> _Object:
+    def _delta_event(self, delta: Rendered) -> Rendered:
         return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
 
-    def _message(self, content: list[_Object], stop: _Object, usage: _Object) -> _Object:
+    def _message(self, content: list[Rendered], stop: Rendered, usage: Rendered) -> Rendered:
         return {
             "id": self._head["id"],
             "type": "message",
@@ -121,7 +111,7 @@ class MessagesRenderer(TypedEventsRenderer):
         }
 
 
-def _stop(choice: _Object) -> _Object:
+def _stop(choice: Rendered) -> Rendered:
     """Why the message ended; `stop_sequence` is set for a stop string of the caller."""
     sequence = choice.get("stop_reason")
     if isinstance(sequence, str) and choice["finish_reason"] == "stop":
@@ -129,7 +119,7 @@ def _stop(choice: _Object) -> _Object:
     return {"stop_reason": _STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
 
 
-def _head_of(call: _Object) -> _Object:
+def _head_of(call: Rendered) -> Rendered:
     return {"id": call["id"], "name": call["function"]["name"]}
 
 
@@ -140,7 +130,7 @@ def _parsed(arguments: str) -> Any:
         return {}
 
 
-def _usage(chat: _Object) -> _Object:
+def _usage(chat: Rendered) -> Rendered:
     cached = chat["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": chat["prompt_tokens"] - cached,

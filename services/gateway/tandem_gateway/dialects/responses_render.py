@@ -20,11 +20,9 @@ from typing import Any, cast
 from tandem_core.errors import TandemError
 from tandem_proto.v1 import answers_pb2
 
-from tandem_gateway.dialects.chat_dialect import TypedEventsRenderer
+from tandem_gateway.dialects.chat_dialect import Rendered, TypedEventsRenderer
 from tandem_gateway.dialects.openai_render import Json, JsonValue, error_json
 from tandem_gateway.request import Event
-
-_Object = dict[str, Any]
 
 
 @dataclass
@@ -39,7 +37,7 @@ class _Item:
     call_id: str = ""
     logprobs: list[Any] = field(default_factory=list)
 
-    def shown(self, status: str) -> _Object:
+    def shown(self, status: str) -> Rendered:
         if self.kind == "function_call":
             return {
                 "type": "function_call", "id": self.id, "call_id": self.call_id, "name": self.name,
@@ -52,7 +50,7 @@ class _Item:
             "type": "message", "id": self.id, "role": "assistant", "status": status, "content": content,
         }  # fmt: skip
 
-    def part(self) -> _Object:
+    def part(self) -> Rendered:
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
@@ -73,18 +71,17 @@ class ResponsesRenderer(TypedEventsRenderer):
         super().__init__(record, model, token_bytes)
         self._sampling = record.request.sampling
         self._number = 0
-        self._output: list[_Object] = []
+        self._output: list[Rendered] = []
         self._open: _Item | None = None
-        self._has_started = False
         self._finished_by: str | None = None
 
     def usage_chunk(self) -> Json:
-        usage = cast(_Object, super().usage_chunk()["usage"])
+        usage = cast(Rendered, super().usage_chunk()["usage"])
         response = self._response(usage)
         return {"events": [self._event(f"response.{response['status']}", {"response": response})]}
 
     def whole(self, events: Sequence[Event]) -> Json:
-        chat = cast(_Object, super().whole(events))
+        chat = cast(Rendered, super().whole(events))
         choice = chat["choices"][0]
         message, logprobs = choice["message"], choice["logprobs"]
         delta = {
@@ -95,64 +92,37 @@ class ResponsesRenderer(TypedEventsRenderer):
             ],
         }
         self._finished_by = choice["finish_reason"]
-        self._take(delta, logprobs)
-        self._close()
-        if not self._output:  # an empty answer has an empty message
-            self._add("message", "")
-            self._close()
+        self._of_delta(delta, logprobs)
+        self._end(choice)
         return self._response(chat["usage"])
 
     def encode_error(self, error: TandemError) -> bytes:
-        inner = cast(_Object, error_json(error)["error"])
+        inner = cast(Rendered, error_json(error)["error"])
         event = self._event("error", {**inner, "type": "error", "error": inner})
         return self.encode({"events": [event]})
 
-    def _events(self, choice: _Object) -> list[_Object]:
-        events: list[_Object] = []
-        if not self._has_started:
-            self._has_started = True
-            names = ("response.created", "response.in_progress")
-            events += [self._event(name, {"response": self._response(None)}) for name in names]
-        events += self._take(choice["delta"], choice["logprobs"])
-        if choice["finish_reason"] is not None:
-            self._finished_by = choice["finish_reason"]
-            if not self._output and self._open is None:
-                events += self._add("message", "")
-            events += self._close()
-        return events
+    def _start(self) -> list[Rendered]:
+        names = ("response.created", "response.in_progress")
+        return [self._event(name, {"response": self._response(None)}) for name in names]
 
-    def _take(self, delta: _Object, logprobs: _Object | None) -> list[_Object]:
-        """The events of a chat's delta."""
-        events: list[_Object] = []
-        calls = delta.get("tool_calls") or ()
-        for call in calls:
-            if not call.get("id"):  # continues the open item, before text closes it
-                events += self._call(call)
-        if text := delta.get("reasoning_content"):
-            events += self._text("reasoning", text, [])
-        content = delta.get("content") or ""
-        positions = (logprobs or {}).get("content") or []
-        if content or positions:
-            events += self._text("message", content, positions)
-        for call in calls:
-            if call.get("id"):
-                events += self._call(call)
-        return events
+    def _end(self, choice: Rendered) -> list[Rendered]:
+        self._finished_by = choice["finish_reason"]
+        is_empty = not self._output and self._open is None  # an empty answer has an empty message
+        return [*(self._add("message", "") if is_empty else []), *self._close()]
 
-    def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[_Object]:
+    def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[Rendered]:
         events = [] if self._open is not None and self._open.kind == kind else self._add(kind, "")
         item = cast(_Item, self._open)
         item.text += text
         item.logprobs += logprobs
-        more: _Object = {"content_index": 0, "delta": text}
+        more: Rendered = {"content_index": 0, "delta": text}
         if kind == "message":
             more["logprobs"] = logprobs
         return [*events, self._of_item(f"{_TEXT_EVENTS[kind]}.delta", item, more)]
 
-    def _call(self, call: _Object) -> list[_Object]:
-        """The events of a call's delta; the first one has its id and name, later ones arguments."""
+    def _call(self, call: Rendered) -> list[Rendered]:
         function = call.get("function") or {}
-        events: list[_Object] = []
+        events: list[Rendered] = []
         if call.get("id"):
             events += self._add("function_call", call["id"], function.get("name") or "")
         item = cast(_Item, self._open)
@@ -162,7 +132,7 @@ class ResponsesRenderer(TypedEventsRenderer):
             events.append(self._of_item(name, item, {"delta": arguments}))
         return events
 
-    def _add(self, kind: str, call_id: str, name: str = "") -> list[_Object]:
+    def _add(self, kind: str, call_id: str, name: str = "") -> list[Rendered]:
         """Closes the open item and opens another one."""
         events = self._close()
         number = len(self._output)
@@ -179,7 +149,7 @@ class ResponsesRenderer(TypedEventsRenderer):
             )
         return events
 
-    def _close(self) -> list[_Object]:
+    def _close(self) -> list[Rendered]:
         item, self._open = self._open, None
         if item is None:
             return []
@@ -187,7 +157,7 @@ class ResponsesRenderer(TypedEventsRenderer):
             name = "response.function_call_arguments.done"
             events = [self._of_item(name, item, {"name": item.name, "arguments": item.text})]
         else:
-            more: _Object = {"content_index": 0, "text": item.text}
+            more: Rendered = {"content_index": 0, "text": item.text}
             if item.kind == "message":
                 more["logprobs"] = item.logprobs
             part = {"content_index": 0, "part": item.part()}
@@ -202,15 +172,15 @@ class ResponsesRenderer(TypedEventsRenderer):
             self._event("response.output_item.done", {"output_index": item.index, "item": shown}),
         ]
 
-    def _of_item(self, name: str, item: _Item, more: _Object) -> _Object:
+    def _of_item(self, name: str, item: _Item, more: Rendered) -> Rendered:
         return self._event(name, {"item_id": item.id, "output_index": item.index, **more})
 
-    def _event(self, name: str, fields: _Object) -> _Object:
+    def _event(self, name: str, fields: Rendered) -> Rendered:
         event = {**fields, "type": name, "sequence_number": self._number}
         self._number += 1
         return event
 
-    def _response(self, usage: _Object | None) -> _Object:
+    def _response(self, usage: Rendered | None) -> Rendered:
         """The response so far; `usage` when it has ended."""
         status = "in_progress" if usage is None else "completed"
         if usage is not None and self._finished_by == "length":
@@ -241,7 +211,7 @@ class ResponsesRenderer(TypedEventsRenderer):
         }
 
 
-def _usage(chat: _Object) -> dict[str, JsonValue]:
+def _usage(chat: Rendered) -> dict[str, JsonValue]:
     return {
         "input_tokens": chat["prompt_tokens"],
         "input_tokens_details": chat["prompt_tokens_details"],
