@@ -21,7 +21,7 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     """ValueError for a value that no browser sends as an origin."""
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise ValueError(f"{origin!r} is no origin; give https://host[:port] without a path, or *")
+            raise ValueError(f"{origin!r} is not an origin; give https://host[:port] without a path, or *")
     return origins
 
 
@@ -93,8 +93,8 @@ class GatewaySettings(RedisSettings):
     max_connections: Annotated[int, Field(ge=1)] = 1024
     """most connections at once, of HTTP and of gRPC each"""
     max_connection_age_s: Annotated[float, Field(ge=0)] = 300.0
-    """age after which a connection takes no further request, so that clients spread over new gateways; its
-    running answers go on; 0: any age"""
+    """age after which a connection accepts no more requests, so that clients spread over new gateways; its
+    running answers continue; 0: any age"""
     read_timeout_s: Annotated[float, Field(gt=0)] = 20.0
     """longest time in which a request must have arrived: HTTP headers, HTTP body, gRPC message, each"""
     tool_format: FormatSetting = FormatSetting.AUTO

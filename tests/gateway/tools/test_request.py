@@ -167,7 +167,7 @@ BAD = [
     ({"tools": [CANCEL] * 129}, "tools", ["129", "limit of 128"]),
     ({"tools": [FIND], "tool_choice": "any"}, "tool_choice", ["'any'", "none, auto, required"]),
     ({"tools": [FIND], "tool_choice": {"type": "function"}}, "tool_choice", ["name"]),
-    ({"tools": [FIND], "tool_choice": 5}, "tool_choice", ["no choice"]),
+    ({"tools": [FIND], "tool_choice": 5}, "tool_choice", ["not a choice"]),
     (
         {"tools": [FIND], "tool_choice": {"type": "function", "function": {"name": "lose"}}},
         "tool_choice",

@@ -201,7 +201,9 @@ class Answers:
         tracing.current().stage("look up answer")
         match = _EVENT_ID.fullmatch(event_id) if len(event_id) <= _MAX_EVENT_ID_CHARS else None
         if match is None:
-            raise InvalidRequestError("Last-Event-ID", "is no event id of this API; send the id as received")
+            raise InvalidRequestError(
+                "Last-Event-ID", "is not an event id of this API; send the id as received"
+            )
         answer_id, position = match[1], tuple(map(int, match[2].split(".")))
         deadline = time.monotonic() + STORE_WAIT_S
         while True:

@@ -123,4 +123,4 @@ def _of_grammar(text: str, field: str) -> Guide:
     try:
         return Guide(GuideKind.LARK, llguidance.gbnf_to_lark.gbnf_to_lark(text), field)
     except Exception as error:  # a hand-written parser that raises anything
-        raise InvalidRequestError(field, f"is no GBNF grammar that can be read: {error}") from error
+        raise InvalidRequestError(field, f"is not a readable GBNF grammar: {error}") from error

@@ -100,7 +100,7 @@ def _choice(field: str, checked: Sequence[Tool], choice: JsonValue, *, is_parall
     if name is None:
         raise InvalidRequestError(
             field,
-            "is no choice of this API; use none, auto, required, or "
+            "is not a choice of this API; use none, auto, required, or "
             '{"type": "function", "function": {"name": ...}} with the name of a tool',
         )
     return ToolChoice.of(checked, Mode.REQUIRED, name=name)
@@ -160,7 +160,7 @@ def _calls(where: str, turn: ChatTurn) -> tuple[ToolCall, ...]:
     for index, call in enumerate(turn.tool_calls or ()):
         if call.function is None or call.type not in (None, "function"):
             raise UnsupportedFieldError(
-                f"{where}.tool_calls[{index}]", "is no call of a function; only those are supported"
+                f"{where}.tool_calls[{index}]", "is not a function call; only function calls are supported"
             )
         calls.append(ToolCall(call.id or "", call.function.name, call.function.arguments or ""))
     return tuple(calls)

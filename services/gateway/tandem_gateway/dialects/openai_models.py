@@ -135,7 +135,9 @@ class _CommonBody(_SamplingBody):
             if value is None or name in _IGNORED or (name in _UNSERVED and value in _OFF):
                 continue
             if name not in _UNSERVED:
-                raise UnsupportedFieldError(name, "is no field of this API; remove it or check its spelling")
+                raise UnsupportedFieldError(
+                    name, "is not a field of this API; remove it or check its spelling"
+                )
             if value not in _UNSERVED[name]:
                 allowed = " or ".join(map(repr, _UNSERVED[name]))
                 hint = f"leave it out or send {allowed}" if allowed else "leave it out"

@@ -245,7 +245,7 @@ class Renderer(ABC):
         return cast(EventT, prompt_logprobs.without_output(event)) if self._shown_as.hides_output else event
 
     def _stop_reason(self, end: decode_pb2.DecodeFinished) -> str | int | None:
-        """As in vLLM: the stop string, or the stop token's id; None at a plain end token."""
+        """vLLM's field: the stop string, or the stop token's id; None at a plain end token."""
         return end.stop_token_id if end.HasField("stop_token_id") else end.stop_reason or None
 
     def _echoed_text(self, choice: int) -> str:

@@ -112,7 +112,7 @@ def _is_local_name(host: str) -> bool:
 
 def _not_local(host: str) -> dict[str, object]:
     error = ForbiddenError(
-        f"Host {quoted(host)} is no name of this machine, and no keys are required; use localhost, or "
+        f"Host {quoted(host)} is not a name of this machine, and no keys are required; use localhost, or "
         "start the gateway with --api-keys-file, or with --insecure where everyone may use the models"
     )
     return {"type": "error", **error_json(error)}

@@ -112,14 +112,14 @@ def _check_tool(where: str, definition: Mapping[str, Json]) -> str:
             f"{where}.function.name", f"is {shown}; use 1 to 64 letters, digits, _ and -"
         )
     if not isinstance(function.get("description"), str | None):
-        raise InvalidRequestError(f"{where}.function.description", "is no text; send a string")
+        raise InvalidRequestError(f"{where}.function.description", "is not a string; send one")
     if not isinstance(function.get("strict"), bool | None):
         raise InvalidRequestError(f"{where}.function.strict", "is neither true nor false; send one of them")
     parameters = function.get("parameters")
     if parameters is not None:
         at = f"{where}.function.parameters"
         if not isinstance(parameters, Mapping):
-            raise InvalidRequestError(at, "is no JSON schema; send an object such as {'type': 'object'}")
+            raise InvalidRequestError(at, "is not a JSON schema; send an object such as {'type': 'object'}")
         if parameters.get("type", "object") != "object":
             raise InvalidRequestError(f"{at}.type", "must be 'object', since arguments have names")
         check_well_formed(at, parameters)

@@ -20,7 +20,7 @@ _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "de
 
 
 def check_well_formed(where: str, schema: Json) -> None:
-    """Raises InvalidRequestError naming the part of field `where` that is no schema."""
+    """Raises InvalidRequestError naming the part of field `where` that is not a schema."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
@@ -33,9 +33,9 @@ def check_well_formed(where: str, schema: Json) -> None:
             raise InvalidRequestError(f"{where}.type", f"is {shown}; use one of {', '.join(_TYPES)}")
     required = schema.get("required", [])
     if not _is_list(required) or not all(isinstance(name, str) for name in required):
-        raise InvalidRequestError(f"{where}.required", "is no list of names; list properties' names")
+        raise InvalidRequestError(f"{where}.required", "is not a list of names; list properties' names")
     if "enum" in schema and not (_is_list(schema["enum"]) and schema["enum"]):
-        raise InvalidRequestError(f"{where}.enum", "is no list of values; list at least one")
+        raise InvalidRequestError(f"{where}.enum", "is not a list of values; list at least one")
     for keyword in _SCHEMA:
         if keyword in schema:
             value = schema[keyword]
@@ -56,7 +56,7 @@ def check_well_formed(where: str, schema: Json) -> None:
 
 def _check_all(where: str, schemas: Json) -> None:
     if not isinstance(schemas, Sequence) or isinstance(schemas, str) or not schemas:
-        raise InvalidRequestError(where, "is no list of schemas; list at least one")
+        raise InvalidRequestError(where, "is not a list of schemas; list at least one")
     for index, schema in enumerate(schemas):
         check_well_formed(f"{where}[{index}]", schema)
 

@@ -41,7 +41,7 @@ ROUTES = (
     Route("get", "/v1/models/{model}", "Models", "One model; 404 for another one."),
     Route("post", "/tokenize", "Tokens", "Token ids of a prompt or of messages.", TokenizeBody),
     Route("post", "/detokenize", "Tokens", "The text of token ids.", DetokenizeBody),
-    Route("get", "/health", "State", "200 while requests are taken; 503 with a retry-after if not.",
+    Route("get", "/health", "State", "200 while requests are accepted, else 503 with a retry-after.",
           needs_key=False),
     Route("get", "/ping", "State", "An alias of /health.", needs_key=False),
     Route("get", "/version", "State", "The version of Tandem.", needs_key=False),
@@ -68,8 +68,8 @@ _ERRORS = {
     "401": "The API key is missing or unknown.",
     "404": "The model, or the answer to be resumed, is not here.",
     "413": "The body is over the limit.",
-    "429": "Refused for now: retry-after says when to try again, x-refusal-reason why.",
-    "503": "No decode pod is there, or the gateway stops; retry-after says when to try again.",
+    "429": "Refused for now; retry-after: when to try again, x-refusal-reason: why.",
+    "503": "No decode pod is available, or the gateway is stopping; retry-after: when to try again.",
 }
 
 
