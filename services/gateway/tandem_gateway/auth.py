@@ -69,13 +69,13 @@ class Caller:
             if getattr(objectives, f"{kind}_slowdown"):
                 raise InvalidRequestError(
                     f"slo.{kind}_slowdown",
-                    f"is set by classes alone; name a class that has it, or send {kind}_ns",
+                    f"can be set only by classes; name a class that has it, or send {kind}_ns",
                 )
             asked, bound = (getattr(one, f"{kind}_s") for one in (objectives, self.tightest))
             if asked > LONGEST_OBJECTIVE_S:
                 raise InvalidRequestError(
                     f"slo.{kind}_ns",
-                    f"is {asked:.0f} s and more; send at most {LONGEST_OBJECTIVE_S} s, or 0 for none",
+                    f"is {asked:.0f} s; send at most {LONGEST_OBJECTIVE_S} s, or 0 for none",
                 )
             if 0 < asked < bound:
                 raise ForbiddenError(

@@ -67,7 +67,7 @@ class GatewayProcess:
         tls = settings.public_tls()
         if tls is None and settings.api_keys_file is not None and not is_loopback(settings.host):
             structlog.get_logger("tandem.gateway").warning(
-                "keys and texts are readable on the way to this gateway, unless a proxy here terminates TLS; "
+                "keys and texts are sent unencrypted unless a proxy on this machine terminates TLS; "
                 "give --tls-cert and --tls-key",
                 host=settings.host,
             )

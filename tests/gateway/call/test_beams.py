@@ -113,7 +113,7 @@ async def test_a_pod_without_beam_search_is_an_error(pods, gateway):
     front = await gateway(await pods(can_search=False))
     response = await front.http.post(COMPLETIONS, json=BEAMS)
     assert response.status_code == 500
-    assert "knows no beam search" in response.json()["error"]["message"]
+    assert "has no beam search" in response.json()["error"]["message"]
 
 
 async def test_a_resumed_search_sends_only_missing_choices(pods, gateway):

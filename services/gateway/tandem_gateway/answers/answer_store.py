@@ -229,7 +229,9 @@ class AnswerStore:
             raise kind(f"Redis refuses: {error}") from error
         except NO_ANSWER as error:
             if self._client is client:
-                self._log.warning("answers are not kept in Redis for now", reason=str(error) or "no answer")
+                self._log.warning(
+                    "answers are not stored in Redis until it answers again", reason=str(error) or "no answer"
+                )
                 self._client = None
                 await _close(client)
             raise StoreError(f"Redis does not answer: {error}") from error

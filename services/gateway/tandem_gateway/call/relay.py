@@ -283,7 +283,7 @@ class Relay:
                         return
                     case "chunk" | "finished" if is_search:
                         raise UpstreamError(
-                            f"the decode pod {pod.target} knows no beam search; do pod and gateway have the "
+                            f"the decode pod {pod.target} has no beam search; do pod and gateway have the "
                             "same version?"
                         )
                     case "chunk" if self._continues(response.chunk, request, tokens, num_lost):

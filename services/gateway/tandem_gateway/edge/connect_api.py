@@ -153,9 +153,7 @@ def only_message(body: bytes) -> bytes:
     if flags == b"\1":
         raise UnimplementedError("compressed messages are not supported; send them uncompressed (identity)")
     if flags not in (b"", b"\0"):
-        raise MalformedRequestError(
-            f"an envelope has the flags {flags[0]}, which no request may have; send 0"
-        )
+        raise MalformedRequestError(f"an envelope has the flags {flags[0]}; a request must have the flags 0")
     if len(body) != _HEAD_BYTES + size:
         raise MalformedRequestError(
             f"the body has {len(body)} bytes, and its envelope {_HEAD_BYTES} + {size}; send the one message "
