@@ -125,11 +125,6 @@ class Answer:
         """Waits for the next `notify`."""
         await self._news.wait()
 
-    def _slo(self) -> SloTarget:
-        if self.record.HasField("slo"):
-            return slo_from_proto(self.record.slo)
-        return SloTarget(self.record.slo_class)
-
     def _request_of(self, choice: int) -> decode_pb2.DecodeRequest:
         """The request for the choice's prompt."""
         prompt = choice // (self.record.num_choices or 1)
@@ -138,13 +133,15 @@ class Answer:
     def remaining(self, timeout_s: float) -> tuple[TokenizedRequest, ...]:
         """Requests for the missing part of the answer, with a new deadline."""
         now = time.monotonic()
+        has_slo = self.record.HasField("slo")  # records of earlier versions have the class alone
+        slo = slo_from_proto(self.record.slo) if has_slo else SloTarget(self.record.slo_class)
         prompts = [
             TokenizedRequest(
                 request_id=self.record.request.request_id,
                 tenant=request.tenant,
                 prompt_token_ids=tuple(request.prompt_token_ids),
                 sampling=SamplingParams(**given_sampling(request.sampling)),
-                slo=self._slo(),
+                slo=slo,
                 arrived=now,
                 deadline=now + timeout_s,
                 speculation=SpeculationMode.parse(request.speculation),

@@ -61,11 +61,10 @@ def rows(logprobs: common_pb2.PromptLogprobs) -> Iterator[list[tuple[int, float]
     """The most likely tokens of each position, with their log probabilities."""
     ids, values = list(logprobs.top_token_ids), list(logprobs.top_logprobs)
     num_positions = len(logprobs.logprobs)
-    num_top = len(ids) // num_positions if num_positions else 0
-    for start in range(0, num_positions * num_top, num_top) if num_top else ():
-        yield list(zip(ids[start : start + num_top], values[start : start + num_top], strict=True))
-    if not num_top:
-        yield from ([] for _ in range(num_positions))
+    num_top = len(ids) // max(num_positions, 1)
+    for position in range(num_positions):
+        at = slice(position * num_top, (position + 1) * num_top)
+        yield list(zip(ids[at], values[at], strict=True))
 
 
 def to_json(

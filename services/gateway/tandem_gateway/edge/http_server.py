@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import socket
 import ssl
@@ -39,29 +40,21 @@ def _last(send: Send) -> Send:
     return send_last
 
 
-class _ProbesOnly:
-    """Serves probes and refuses other requests. The connection closes after the response."""
+class _ConnectionApp:
+    """The application as one connection sees it. A response is the connection's last one if it begins at
+    `ends_at` (the loop's time) or later, and with `serves_probes_only`, which refuses other requests."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, ends_at: float) -> None:
         self._app = app
+        self._ends_at = ends_at
+        self.serves_probes_only = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["path"] not in _PROBE_PATHS:
+        if self.serves_probes_only and scope["path"] not in _PROBE_PATHS:
             app = Response(status_code=503, headers={"retry-after": "1"})
-        await app(scope, receive, _last(send))
-
-
-class _LastAfter:
-    """Closes the connection after a response that begins at `ends_at` (the loop's time) or later."""
-
-    def __init__(self, app: ASGIApp, ends_at: float) -> None:
-        self._app = app
-        self._ends_at = ends_at
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_last = asyncio.get_running_loop().time() >= self._ends_at
-        await self._app(scope, receive, _last(send) if is_last else send)
+        is_last = self.serves_probes_only or asyncio.get_running_loop().time() >= self._ends_at
+        await app(scope, receive, _last(send) if is_last else send)
 
 
 class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not followed by mypy
@@ -78,10 +71,10 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        if self.max_connection_age_s:
-            # Varied, so that connections opened together do not close together.
-            age_s = self.max_connection_age_s * random.uniform(0.9, 1.0)
-            self.app: ASGIApp = _LastAfter(self.app, self.loop.time() + age_s)
+        # Varied, so that connections opened together do not close together.
+        age_s = (self.max_connection_age_s or math.inf) * random.uniform(0.9, 1.0)
+        app = _ConnectionApp(self.app, ends_at=self.loop.time() + age_s)
+        self.app: ASGIApp = app
         num_beyond = len(self.connections) - self.max_connections
         if num_beyond > 0 and self._close_longest_idle():
             num_beyond -= 1
@@ -90,7 +83,7 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
             transport.close()
             return
         if num_beyond > 0:
-            self.app = _ProbesOnly(self.app)
+            app.serves_probes_only = True
             self.header_timeout_s = min(self.header_timeout_s, _PROBE_TIMEOUT_S)
         self._expect_headers()
 
