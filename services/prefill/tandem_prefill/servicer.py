@@ -195,6 +195,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def _to_request(self, message: prefill_pb2.PrefillRequest) -> Request:
         sampling = SamplingParams(**codec.given_sampling(message.sampling))
+        if sampling.beam_search is not None:
+            raise InvalidRequestError(
+                "beam_search", "is not for prefill pods, which compute one next token; leave it out"
+            )
         num_output = len(message.output_token_ids) + 1
         return Request(
             # Unique per call: a request may be retried here while an earlier call for it is still ending.
