@@ -40,9 +40,12 @@ def change_nice(nice: int, autogroup: Path = _AUTOGROUP) -> None:
 
 
 def wait_for_offers() -> None:
-    """Sets SCHED_BATCH: threads that wake up wait for an idle or yielded core rather than preempt a running
-    thread, at most until the end of its time slice (about 3 ms). Threads started later inherit it. Does
-    nothing where the system lacks or forbids the policy."""
+    """Sets SCHED_BATCH: threads of this process that wake up wait for an idle or offered core rather than
+    interrupt the thread that runs on it. Threads started later inherit the policy.
+
+    Without an offer they run when the other thread's time slice ends, after about 3 ms. Nothing changes where
+    the system lacks the policy or forbids it.
+    """
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
