@@ -222,3 +222,37 @@ def test_a_step_that_decodes_and_computes_a_prompt_may_take_longer_than_both() -
     mixed_s = plain[prompt].end_s
     assert slow[prompt].end_s == pytest.approx(2 * mixed_s)
     assert slow[answer].end_s == pytest.approx(plain[answer].end_s + mixed_s)
+
+
+def test_a_part_of_the_running_step_has_passed() -> None:
+    job = Job(1, 0, 0, 10, 500)
+    step_s = MODEL.decode.seconds(1, 1, 500)
+    times = timeline(MODEL, [job], step_share=0.75)[job]
+    assert times == pytest.approx((0.25 * step_s, 9.25 * step_s))
+
+
+def test_a_job_that_arrives_joins_after_the_running_step() -> None:
+    prompt, coming = Job(2, 0, 1024, 1, 1024), Job(1, 0, 512, 1, 512, ready_s=0.0)
+    times = timeline(MODEL, [prompt, coming], step_share=0.5)
+    first_s, second_s = (MODEL.prefill.prompt_seconds(start, start + 512, 512) for start in (0, 512))
+    assert times[coming].first_s == pytest.approx(0.5 * first_s + first_s)
+    assert times[prompt].first_s == pytest.approx(0.5 * first_s + first_s + second_s)
+
+
+def test_an_earlier_deadline_takes_a_place_of_a_full_batch() -> None:
+    batch = [Job(due, 0, 0, 100, 500) for due in (2, 3, 4, 5)]
+    coming = Job(1, 0, 0, 10, 500, ready_s=0.0)
+    before, times = (timeline(MODEL, jobs, step_share=0.5) for jobs in (batch, [*batch, coming]))
+    step_s = MODEL.decode.seconds(1, 4, 4 * 500)
+    assert times[coming] == pytest.approx((1.5 * step_s, 10.5 * step_s))
+    assert all(times[job] == before[job] for job in batch[:3])
+    assert times[batch[3]].first_s == before[batch[3]].first_s, "it was in the running step"
+    assert times[batch[3]].end_s > before[batch[3]].end_s + 5 * step_s
+
+
+def test_each_place_of_a_job_is_a_sequence_of_the_batch() -> None:
+    beams, singles = Job(1, 0, 0, 10, 500, num_places=3), [Job(due, 0, 0, 10, 500) for due in range(3)]
+    times = timeline(MODEL, singles)
+    assert timeline(MODEL, [beams])[beams] == pytest.approx(times[singles[0]])
+    many = Job(1, 0, 0, 10, 500, num_places=2 * MODEL.max_batch)
+    assert timeline(MODEL, [many])[many].end_s < math.inf, "one that exceeds the batch runs alone"
