@@ -80,7 +80,7 @@ bench-engine: $(VENV)/.dev ## TTFT, TPOT and step times beside other systems (BE
 	$(BIN)/python benchmarks/engine_step.py --out $(RESULTS)/engine-step.md $(STEP)
 	$(BIN)/python benchmarks/engine.py --out $(RESULTS)/engine.md $(BENCH)
 
-bench-slo: $(VENV)/.dev ## Overload, predictions and fairness beside FIFO, a queue limit and FCFS + TTL
+bench-slo: $(VENV)/.dev ## Overload, predictions and fairness, compared with FCFS, FCFS limit and EDF limit
 	@mkdir -p $(RESULTS)
 	$(BIN)/python benchmarks/slo.py --out $(RESULTS)/slo.md --records $(RESULTS)/slo.jsonl --plot $(RESULTS)/slo.png $(SLO)
 

@@ -34,6 +34,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 import shlex
 import signal
 import sys
@@ -45,6 +46,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+import fixed_gate
 from peers import BATCH, Peer, PeerUnavailableError, Server, say, tandem_peer
 from slo_report import FRESH, PROBE, SHAPES, finish
 from tandem_cli.bench.arrivals import ClosedLoop, OpenLoop, Replay, Schedule
@@ -63,12 +65,13 @@ from tandem_engine import model_loader
 
 T = TypeVar("T")
 
-#: Name -> flags of `tandem up`. The first one is ours; capacity is measured on it.
+#: Name -> flags of `tandem up`, and the order of a fixed gate (`fixed_gate.py`). The first one is ours, on
+#: which the capacity is measured.
 CONFIGURATIONS = {
     "ours": "",
-    "FIFO": "--set gateway.admission=fifo",
-    "queue limit": "--set gateway.admission=fifo --set gateway.max-in-flight=8 --set gateway.max-queue=16",
-    "FCFS + TTL": "--set gateway.admission=ttl --set gateway.max-in-flight=8",
+    "FCFS": "--fixed-gate fcfs",
+    "FCFS limit": "--fixed-gate fcfs --set gateway.max-in-flight=8 --set gateway.max-queue=16",
+    "EDF limit": "--fixed-gate edf --set gateway.max-in-flight=8",
 }
 MIX = "interactive=.5,chat=.3,batch=.2"
 PARTS = (*SHAPES, "retry", "fairness", FRESH)
@@ -441,13 +444,20 @@ def tandem_starter(model_dir: Path, keys_file: Path, tenant: Tenant, common: str
 
     @contextlib.contextmanager
     def start(name: str, flags: str) -> Iterator[Served]:
-        keys = shlex.quote(str(keys_file))
-        with serving(
-            tandem_peer(name, model_dir, f"--api-keys-file {keys} {common} {flags}"), hello
-        ) as target:
-            yield Served(target)
+        order, flags = fixed_order(flags)
+        with tempfile.TemporaryDirectory() as folder:
+            venv = fixed_gate.environment(order, Path(folder) / order) if order else Path(sys.prefix)
+            up = f"--api-keys-file {shlex.quote(str(keys_file))} {common} {flags}"
+            with serving(tandem_peer(name, model_dir, up, venv), hello) as target:
+                yield Served(target)
 
     return start
+
+
+def fixed_order(flags: str) -> tuple[str, str]:
+    """The order of the fixed gate in these flags, or "", and the other flags."""
+    found = re.search(r"--fixed-gate (\w+)", flags)
+    return (found[1], flags.replace(found[0], "")) if found else ("", flags)
 
 
 @contextlib.contextmanager

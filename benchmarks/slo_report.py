@@ -81,7 +81,7 @@ def overload_table(runs: Sequence[Run], capacity: float | None) -> str:
         key=lambda run: (SHAPES.index(run.point.workload), run.point.rate or 0.0, systems.index(run.system))
     )
     for run in shapes:
-        summary, told = run.summary, refusals(run.records)
+        summary, refused = run.summary, refusals(run.records)
         peers = [
             other.summary.goodput_requests_per_s
             for other in shapes
@@ -99,7 +99,7 @@ def overload_table(runs: Sequence[Run], capacity: float | None) -> str:
                 f"{summary.attainment:.3f}",
                 f"{goodput:.3g}",
                 f"{goodput / max(peers):.0%}" if max(peers) else "-",
-                _ms(told.latency_s),
+                _ms(refused.latency_s),
                 _wrongly_refused(run, runs),
                 _seconds(summary.ttft_s),
             ]

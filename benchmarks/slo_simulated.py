@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 import structlog
+from fixed_gate import FixedGate
 from simulated_system import MEASURED, SimulatedSystem
-from slo import TENANTS, Benchmark, Case, Plan, System, add_arguments, plan_of, writer_of
+from slo import TENANTS, Benchmark, Case, Plan, System, add_arguments, fixed_order, plan_of, writer_of
 from slo_report import PROBE, SHAPES, finish
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.records_file import RecordsWriter, read_runs
@@ -93,16 +94,19 @@ def _spread(records: Sequence[RequestRecord], count: int) -> list[RequestRecord]
 def simulator(
     model_dir: Path, seed: int, noise: float = 0.0, drift: float = 0.0, right_guesses: float = 0.0
 ) -> Simulate:
-    """Of flags, `--set gateway.NAME=VALUE` count."""
+    """Of flags, `--set gateway.NAME=VALUE` and `--fixed-gate ORDER` count."""
     tokenizer, spec = Tokenizer(model_dir), replace(MEASURED, right_guesses=right_guesses)
 
     @contextlib.contextmanager
     def simulate(flags: str, decided: Mapping[Request, bool]) -> Iterator[SimulatedSystem]:
+        order, flags = fixed_order(flags)
         found = re.findall(r"--set gateway\.([\w-]+)=(\S+)", flags)
         settings = {name.replace("-", "_"): value for name, value in found}
         system = SimulatedSystem(
             tokenizer, settings, spec, noise=noise, drift=drift, seed=seed, decided=decided
         )
+        if order:
+            system.admission.gate = FixedGate(system.admission, order)  # type: ignore[assignment]
         with system.started():
             yield system
 

@@ -29,7 +29,6 @@ class RefusalReason(enum.Enum):
     #: The tenant sends much, and the request would leave other tenants too little room.
     SHARE = "share"
     #: The request missed its objective in the queue.
-    WAITED = "waited"
 
 
 def computes_locally(num_uncached: int, local_tokens: int, idle_tokens: int, *, is_idle: bool) -> bool:

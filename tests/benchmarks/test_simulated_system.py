@@ -11,20 +11,19 @@ from pathlib import Path
 
 import pytest
 import toy_tokenizers
+from fixed_gate import FixedGate
 from model_folders import make_folder
 from simulated_system import PodSpec, SimulatedSystem, VirtualTime
 from slo import TENANTS, Plan
-from slo_ablations import ABLATIONS, row
 from slo_report import PROBE
 from slo_simulated import MADE_OTHERS_LATE, SimulatedBenchmark, simulator
 from tandem_cli.bench.arrivals import ClosedLoop, OpenLoop
 from tandem_cli.bench.dataset import Turn
 from tandem_cli.bench.loadgen import run_load
-from tandem_cli.bench.options import BenchOptions, Point
+from tandem_cli.bench.options import BenchOptions
 from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.requests import Request, Tenant
-from tandem_cli.bench.stats import Run, summarise
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_core.step_cost import StepCost
@@ -127,68 +126,32 @@ def test_equal_seeds_make_equal_runs_and_noise_other_ones(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def overloaded(folder: Path) -> Iterator[dict[str, list[RequestRecord]]]:
     """Four times what the pod can do, for 20 s."""
-    tokenizer = Tokenizer(folder)
     sent = requests(240)
-    yield {
-        policy: run(SimulatedSystem(tokenizer, {"admission": policy}, SPEC), sent, OpenLoop(12.0, 3))
-        for policy in ("predict", "fifo")
-    }
+    ours, fixed = (SimulatedSystem(Tokenizer(folder), spec=SPEC) for _ in range(2))
+    fixed.admission.gate = FixedGate(fixed.admission, "fcfs")
+    yield {name: run(one, sent, OpenLoop(12.0, 3)) for name, one in (("ours", ours), ("FCFS", fixed))}
 
 
 def test_under_overload_what_is_admitted_is_in_time(overloaded: dict[str, list[RequestRecord]]) -> None:
-    ours, fifo = overloaded["predict"], overloaded["fifo"]
+    ours, fcfs = overloaded["ours"], overloaded["FCFS"]
     admitted = [record for record in ours if not record.is_refused]
     assert len(admitted) < len(ours)
     assert sum(record.is_met() for record in admitted) >= 0.97 * len(admitted)
-    assert sum(record.is_met() for record in ours) > 1.5 * sum(record.is_met() for record in fifo)
+    assert sum(record.is_met() for record in ours) > 1.5 * sum(record.is_met() for record in fcfs)
 
 
 def test_a_refused_request_is_run_again_as_if_it_had_been_admitted(folder: Path) -> None:
     options = replace(OPTIONS, input_tokens=64, max_tokens=16)
     plan = Plan(
-        options, {"ours": "", "fifo": "--set gateway.admission=fifo"}, ("poisson",), loads=(4.0,),
+        options, {"ours": "", "FCFS": "--fixed-gate fcfs"}, ("poisson",), loads=(4.0,),
         seconds=4.0, capacity=8.0, warm_up_s=1.0,
     )  # fmt: skip
     benchmark = SimulatedBenchmark(plan, simulator(folder, 0), None)
     runs = benchmark.measure()
-    ours, again, fifo = runs
-    assert (ours.system, again.point.workload, fifo.system) == ("ours", f"{PROBE}poisson", "fifo")
+    ours, again, fcfs = runs
+    assert (ours.system, again.point.workload, fcfs.system) == ("ours", f"{PROBE}poisson", "FCFS")
     refused = {record.index for record in ours.records if record.is_refused}
     assert refused and {record.index for record in again.records} <= refused
     assert not any(record.is_refused for record in again.records)
     assert {record.status for record in again.records} <= {"OK", MADE_OTHERS_LATE}
     assert {record.tenant for record in ours.records} <= set(TENANTS)
-
-
-def test_an_ablation_leaves_out_its_part_and_restores_it(folder: Path) -> None:
-    tokenizer = Tokenizer(folder)
-    # The second ones are due earlier, and so take the places of the first ones.
-    sent = [pair[n % 2] for n, pair in enumerate(zip(requests(60), requests(60, "chat"), strict=True))]
-
-    def overload() -> list[RequestRecord]:
-        return run(SimulatedSystem(tokenizer, spec=SPEC), sent, OpenLoop(12.0, 3))
-
-    before = overload()
-    runs = {}
-    for name, without in ABLATIONS.items():
-        with without():
-            runs[name] = overload()
-    assert runs["nothing"] == before == overload()
-    # The others need tenants, retries, a full batch or requests without objectives, which this load has not.
-    assert {name for name, records in runs.items() if records != before} >= {
-        "whether it makes others late",
-        "the prior",
-        "ten tokens on both sides of what is left",
-        "that predictions of about the same length tell how wrong one may be",
-        "the moving level of quantiles",
-        "sequences that decode in the steps of prompts",
-        "room for clients that are due back",
-    }
-    num_admitted = sum(not record.is_refused for record in before)
-    careless = runs["whether it makes others late"]
-    assert any(not record.is_refused and not record.is_met() for record in careless)
-    assert all(record.is_refused or record.is_met() for record in before)
-    point = Point("poisson", rate=12.0)
-    cells = row("nothing", [[Run(point, 0, "ours", summarise(before), tuple(before))]])
-    assert cells[:2] == ["nothing", str(num_admitted)]
-    assert cells[5:] == ["-", "-", "-"], "no case of retries or of tenants was run"

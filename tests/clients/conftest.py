@@ -72,7 +72,7 @@ def system(chat_model: Path) -> Iterator[System]:
         async with open_pod(decode) as pod:
             settings = GatewaySettings(
                 model=chat_model, decode=f"127.0.0.1:{pod.port}", grpc_port=0, http_port=0, drain_s=0.0,
-                poll_interval_s=0.1, slo_slack=0.0, admission="fifo",
+                poll_interval_s=0.1, slo_slack=0.0,
             )  # fmt: skip
             gateway = GatewayProcess(settings)
             await gateway.start()

@@ -101,7 +101,7 @@ async def test_vllms_histograms_show_requested_and_received_tokens(pods, gateway
 async def test_requests_wait_in_the_gateway_or_in_pods_and_are_counted_once(pods, gateway):
     decode = await pods(pause_s=30.0, num_waiting=2, num_running=1)
     prefill = await pods("p-0")
-    settings = {"prefill": (prefill.target,), "max_in_flight": 3, "admission": "fifo"}
+    settings = {"prefill": (prefill.target,), "max_in_flight": 3}
     front, other = [await gateway(decode, **settings) for _ in range(2)]
     asking = [asyncio.create_task(ask(front)) for _ in range(4)]
 

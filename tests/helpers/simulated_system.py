@@ -30,6 +30,7 @@ from tandem_cli.bench.record import Recorder
 from tandem_cli.bench.requests import Request as SentRequest
 from tandem_cli.bench.transports import SendError, Transport, note_receipt
 from tandem_core import codec
+from tandem_core.contracts import RefusalReason
 from tandem_core.errors import TandemError
 from tandem_core.model.conversation import Message
 from tandem_core.model.tokenizer import Tokenizer
@@ -47,14 +48,15 @@ from tandem_engine.scheduler import Scheduler, SchedulerConfig
 from tandem_gateway.admission.admission import Admission
 from tandem_gateway.admission.admitted import Admitted
 from tandem_gateway.admission.forecast import Forecaster
-from tandem_gateway.admission.judge import Judge
+from tandem_gateway.admission.gate import Gate
 from tandem_gateway.auth import Caller
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.call.relay import Relay
 from tandem_gateway.dashboard.ended import EndedRequests
-from tandem_gateway.errors import OverloadedError, RefusalReason, presentation
+from tandem_gateway.errors import OverloadedError, presentation
+from tandem_gateway.fleet.output_lengths import OutputLengths
 from tandem_gateway.fleet.pods import Fleet, Role
-from tandem_gateway.fleet.routing import OutputLengths, Router
+from tandem_gateway.fleet.routing import Router
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 from tandem_gateway.settings import GatewaySettings
@@ -431,15 +433,13 @@ class SimulatedSystem:
             first_confidence=settings.slo_ttft_confidence,
             end_confidence=settings.slo_end_confidence,
         )
-        policy, slack = settings.admission, settings.slo_slack
         self.admission = Admission(
             forecaster,
             max_in_flight=settings.max_in_flight,
             max_queue=settings.max_queue,
-            policy=policy,
-            slack=slack,
+            slack=settings.slo_slack,
         )
-        self.admission.judge = _DecidedJudge(forecaster, self.admission.places, policy=policy, slack=slack)
+        self.admission.gate = _DecidedGate(forecaster, self.admission.queue, slack=settings.slo_slack)
         metrics = GatewayMetrics(CollectorRegistry(), model_name=manifest.name)
         self.gateway = Gateway(
             tokenizer=self.tokenizer,
@@ -472,19 +472,19 @@ class SimulatedSystem:
         return self.pod.run(main)
 
 
-class _DecidedJudge(Judge):
+class _DecidedGate(Gate):
     """With the effects of its own decision, so that equal decisions make equal runs."""
 
-    def decide(self, request: TokenizedRequest, num_places: int = 1, num_others: int = 0) -> Admitted:
+    def decide(self, request: TokenizedRequest, num_places: int = 1, other_tokens: int = 0) -> Admitted:
         refusal, admitted = None, None
         try:
-            admitted = super().decide(request, num_places, num_others)
+            admitted = super().decide(request, num_places, other_tokens)
         except OverloadedError as error:
             refusal = error
         if request.request_id.startswith(_REFUSED):
             admitted = None
         elif admitted is None and request.request_id.startswith(_ADMITTED):
-            admitted = Admitted(request, forecast=self.forecast(request))
+            admitted = Admitted(request)
         if admitted is None:
             raise refusal or OverloadedError("decided beforehand", _RETRY_S, RefusalReason.OTHERS)
         return admitted

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import grpc
-from tandem_core.contracts import RefusalReason as RefusalReason
+from tandem_core.contracts import RefusalReason
 from tandem_core.errors import InvalidRequestError, TandemError
 
 #: Message of the cancellation when the gateway, not the client, ends a request.

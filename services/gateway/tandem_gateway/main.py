@@ -29,7 +29,7 @@ from tandem_service.tls import is_loopback
 
 from tandem_gateway.admission.admission import Admission
 from tandem_gateway.admission.forecast import Forecaster
-from tandem_gateway.admission.limits import OpenCalls
+from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.answers.answer_store import AnswerStore
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, KeyFileError
@@ -41,8 +41,9 @@ from tandem_gateway.dashboard.sampler import Sampler
 from tandem_gateway.edge.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer, caller_of
 from tandem_gateway.edge.http_app import make_app
 from tandem_gateway.edge.http_server import HttpServer
+from tandem_gateway.fleet.output_lengths import OutputLengths
 from tandem_gateway.fleet.pods import Fleet, Role
-from tandem_gateway.fleet.routing import OutputLengths, Router
+from tandem_gateway.fleet.routing import Router
 from tandem_gateway.fleet.unloaded import kept_unloaded
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.settings import GatewaySettings
@@ -104,7 +105,6 @@ class GatewayProcess:
             ),
             max_in_flight=settings.max_in_flight,
             max_queue=settings.max_queue,
-            policy=settings.admission,
             slack=settings.slo_slack,
         )
         metrics.watch(admission, self.fleet)

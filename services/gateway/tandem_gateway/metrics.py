@@ -168,11 +168,11 @@ class GatewayMetrics:
         """Reads the gauges of the queue and of the pods' last reports at each scrape."""
         registry = self._registry
         for row, read in (
-            (table.QUEUE_LENGTH, lambda: admission.places.num_waiting),
-            (table.IN_FLIGHT, lambda: admission.places.num_in_flight),
-            (table.ADMISSION_LIMIT, lambda: admission.places.max_in_flight),
+            (table.QUEUE_LENGTH, lambda: admission.queue.num_waiting),
+            (table.IN_FLIGHT, lambda: admission.queue.num_in_flight),
+            (table.ADMISSION_LIMIT, lambda: admission.queue.max_in_flight),
             (table.SATURATION, lambda: _saturation(admission, fleet)),
-            (table.PREDICTED_SERVICE, lambda: admission.places.service_s),
+            (table.PREDICTED_SERVICE, lambda: admission.queue.service_s),
         ):
             row.make(registry).set_function(read)
         table.HEALTHY_PODS.view(
@@ -184,10 +184,10 @@ class GatewayMetrics:
         vllm = vllm_labels(self._model_name)
 
         def waiting() -> Values:
-            return {vllm: float(admission.places.num_waiting + _waiting_in_pods(admission, fleet))}
+            return {vllm: float(admission.queue.num_waiting + _waiting_in_pods(admission, fleet))}
 
         def running() -> Values:
-            return {vllm: float(admission.places.num_in_flight - _waiting_in_pods(admission, fleet))}
+            return {vllm: float(admission.queue.num_in_flight - _waiting_in_pods(admission, fleet))}
 
         table.VLLM_WAITING.view(registry, waiting)
         table.VLLM_RUNNING.view(registry, running)
@@ -195,7 +195,7 @@ class GatewayMetrics:
 
     def show_prediction(self, admission: Admission) -> None:
         """Call it on the event loop, to which the forecast belongs; scrapes run in another thread."""
-        self._predicted_ttft.set(admission.judge.predicted_ttft_s(_PREDICTED_PROMPT_TOKENS))
+        self._predicted_ttft.set(admission.gate.predicted_ttft_s(_PREDICTED_PROMPT_TOKENS))
 
     def refused(self, error: InvalidRequestError | GatewayError) -> None:
         """Counts a request or call that ended before it was well-formed."""
@@ -378,7 +378,7 @@ def _waiting_in_pods(admission: Admission, fleet: Fleet) -> int:
     if num_waiting <= 0 or not num_own:
         return 0
     share = num_own / (num_own + sum(pod.num_foreign for pod in decode))
-    return min(round(share * num_waiting), admission.places.num_in_flight)
+    return min(round(share * num_waiting), admission.queue.num_in_flight)
 
 
 def _kv_usage(fleet: Fleet) -> dict[tuple[str, ...], float]:
@@ -392,5 +392,5 @@ def _kv_usage(fleet: Fleet) -> dict[tuple[str, ...], float]:
 
 
 def _saturation(admission: Admission, fleet: Fleet) -> float:
-    of_places = admission.places.num_in_flight / admission.places.max_in_flight
-    return max(of_places, _kv_usage(fleet).get((Role.DECODE.value,), 0.0), admission.judge.slack_used)
+    of_places = admission.queue.num_in_flight / admission.queue.max_in_flight
+    return max(of_places, _kv_usage(fleet).get((Role.DECODE.value,), 0.0), admission.gate.slack_used)

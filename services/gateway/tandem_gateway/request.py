@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem_core.beams import excluded_by_beams
-from tandem_core.contracts import DEFAULT_DUE_S as DEFAULT_DUE_S
+from tandem_core.contracts import DEFAULT_DUE_S
 from tandem_core.errors import InvalidRequestError
 from tandem_core.prefix_hash import ChainHash, cache_salt, hash_prefixes
 from tandem_core.sampling import SamplingParams

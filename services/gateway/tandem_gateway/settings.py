@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from pathlib import Path
 from typing import Annotated, Self
@@ -30,14 +29,6 @@ _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
 Origins = Annotated[Entries, AfterValidator(_check_origins)]
 
 
-class Policy(enum.StrEnum):
-    """How requests are admitted; the last two are for comparisons."""
-
-    PREDICT = "predict"
-    FIFO = "fifo"
-    TTL = "ttl"
-
-
 class GatewaySettings(RedisSettings):
     """The gateway listens on two ports, gRPC and HTTP. With Redis, several gateways share the answers that
     clients may resume."""
@@ -61,9 +52,6 @@ class GatewaySettings(RedisSettings):
     """most requests in the queue; more are refused at once with a retry-after"""
     max_in_flight: Annotated[int, Field(ge=1)] = 128
     """most requests on the decode pods at a time"""
-    admission: Policy = Policy.PREDICT
-    """predict: refuse requests that would miss their objectives; fifo: in order of arrival; ttl: fifo, but
-    refuse requests that waited longer than their TTFT objective"""
     slo_slack: Annotated[float, Field(ge=0)] = 3.0
     """widen objectives to at least this multiple of what the request takes without load; 0: never"""
     slo_ttft_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.99

@@ -9,7 +9,8 @@ from tandem_proto.v1 import common_pb2
 
 
 def forecast_of(*, wait_s: float, prefill_s: float, token_s: float, num_output: int) -> SimpleNamespace:
-    route = SimpleNamespace(wait_s=wait_s, prefill_s=prefill_s, token_s=token_s, num_output=num_output)
+    first_s = wait_s + prefill_s
+    route = SimpleNamespace(first_s=first_s, prefill_s=prefill_s, token_s=token_s, num_output=num_output)
     return SimpleNamespace(route=route, queue_s=0.0)
 
 

@@ -38,11 +38,12 @@ async def test_the_best_texts_are_the_choices(pods, gateway):
     assert await front.metric('tandem_requests_total{outcome="ok"}') == 2
 
 
-async def test_a_prompt_leaves_the_backlog_when_it_is_computed(pods, gateway):
+async def test_the_prompt_of_a_search_is_computed_before_its_texts_come(pods, gateway):
     front = await gateway(await pods(pause_s=30.0))
     (pod,) = front.process.fleet.pods()
     searching = asyncio.create_task(front.http.post(COMPLETIONS, json=BEAMS))
-    await until_async(lambda: asyncio.sleep(0, pod.in_flight == 1 and pod.backlog.num_own == 0))
+    await until_async(lambda: asyncio.sleep(0, pod.in_flight == 1 and not pod.works.has_prompts))
+    assert pod.works.num_sequences() == 3
     searching.cancel()
 
 

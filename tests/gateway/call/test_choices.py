@@ -67,6 +67,14 @@ async def test_choices_of_a_prompt_wait_for_the_first_choices_first_token(pods, 
     assert min(waits) > 0.25, "for the first one's token, which came after .3 s"
 
 
+async def test_choices_go_to_the_pod_on_which_their_call_has_its_places(pods, gateway):
+    both = [await pods(name) for name in ("d-0", "d-1")]
+    front = await gateway(*both)
+    response = await front.http.post(CHAT, json={"messages": USER, "n": 8})
+    assert response.status_code == 200
+    assert sorted(len(pod.requests) for pod in both) == [0, 8]
+
+
 async def test_a_stream_has_the_events_of_all_choices(pods, gateway):
     front = await gateway(await pods())
     body = {"messages": USER, "n": 3, "stream": True, "stream_options": {"include_usage": True}}

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from otlp_collector import ERROR, collecting
 from tandem_proto.v1 import common_pb2, gateway_pb2
-from waiting import until
+from waiting import until, until_async
 
 USER = [gateway_pb2.ChatMessage(role="user", content="hi")]
 
@@ -26,6 +26,26 @@ async def test_a_request_moves_to_another_pod_when_its_pod_is_lost(status, pods,
     assert await _text(front) == ("Hello there!", "good")
     assert len(bad.requests) == 1
     assert await front.metric("tandem_decode_failovers_total") == 1
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION])
+async def test_the_work_of_a_request_moves_with_it(status, pods, gateway):
+    bad = await pods("bad", fail_with=status, fail_after=1, pause_s=0.3, free_blocks=100)
+    good = await pods("good", pause_s=30.0, free_blocks=90)
+    front = await gateway(bad, good)
+    works = {pod.target: pod.works for pod in front.process.fleet.pods()}
+
+    async def until_works(*expected: int) -> None:
+        async def are_there() -> bool:
+            return tuple(len(works[pod.target].all) for pod in (bad, good)) == expected
+
+        await until_async(are_there)
+
+    asking = asyncio.create_task(_text(front))
+    await until_works(1, 0)
+    await until_works(0, 1)
+    asking.cancel()
+    await until_works(0, 0)
 
 
 async def test_the_time_on_lost_pods_is_in_the_receipt(pods, gateway):

@@ -113,7 +113,7 @@ async def test_a_running_request_is_in_its_stage(pods, gateway):
 
 async def test_stages_count_sequences_and_ended_counts_only_admitted_ones(pods, gateway):
     pod = await pods(pause_s=1.5)
-    front = await gateway(pod, max_in_flight=3, max_queue=1, admission="fifo")
+    front = await gateway(pod, max_in_flight=3, max_queue=1)
     running = asyncio.create_task(chat(front, n=3))
     await pod.started.wait()
     waiting = asyncio.create_task(chat(front, n=2))

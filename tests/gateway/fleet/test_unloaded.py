@@ -1,20 +1,24 @@
-"""What the gateway says of objectives at its start."""
+"""The objectives that the gateway can meet without load, as it logs them at its start."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
 from tandem_core.step_cost import StepCost
-from tandem_gateway.fleet.pod_load import PodLoad
+from tandem_gateway.fleet.load import PodLoad
 from tandem_gateway.fleet.pods import Role
 from tandem_gateway.fleet.unloaded import kept_unloaded
 
-SLOW = PodLoad(prefill_cost=StepCost(per_token=0.004), decode_cost=StepCost(per_step=0.1))
-#: Measured beside other work, which doubled its times.
-FAST = PodLoad(
-    prefill_cost=StepCost(per_token=0.002, unloaded=0.5), decode_cost=StepCost(per_step=0.05, unloaded=0.5)
-)
+
+def load(prefill: StepCost, decode: StepCost) -> PodLoad:
+    return PodLoad(replace(PodLoad.model, prefill=prefill, decode=decode), True, True)
+
+
+SLOW = load(StepCost(per_token=0.004), StepCost(per_step=0.1))
+#: Measured next to other work, which doubled its times.
+FAST = load(StepCost(per_token=0.002, unloaded=0.5), StepCost(per_step=0.05, unloaded=0.5))
 
 
 def fleet(prefill: list[PodLoad], decode: list[PodLoad]) -> SimpleNamespace:
@@ -51,7 +55,7 @@ def test_no_length_exceeds_the_model_s_context_or_is_claimed_when_none_is_kept()
     }
 
 
-def test_relative_objectives_are_said_as_such() -> None:
+def test_relative_objectives_are_shown_as_multiples() -> None:
     classes = {"a": SloTarget("a", ttft_s=1.0, ttft_slowdown=3.0, e2e_slowdown=10.0)}
     assert kept_unloaded(fleet([FAST], [FAST]), classes, 1024) == {
         "a": {
@@ -62,6 +66,6 @@ def test_relative_objectives_are_said_as_such() -> None:
     }
 
 
-def test_nothing_is_said_before_the_pods_know_their_costs() -> None:
+def test_nothing_is_shown_before_the_pods_know_their_costs() -> None:
     assert kept_unloaded(fleet([PodLoad()], [FAST]), DEFAULT_SLO_CLASSES, 1024) is None
     assert kept_unloaded(fleet([FAST], []), DEFAULT_SLO_CLASSES, 1024) is None

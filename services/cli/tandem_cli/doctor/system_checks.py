@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tandem_gateway.fleet.pod_load import PodLoad
+from tandem_gateway.fleet.load import PodLoad
 from tandem_gateway.fleet.unloaded import FastestPods
 from tandem_service.tls import Role
 
@@ -136,8 +136,8 @@ def objectives(system: System) -> Iterator[Finding]:
     """The fastest pods can meet each objective on an idle system."""
     decode = [PodLoad.of(pod.status) for pod in system.of(Role.DECODE)]
     prefill = [PodLoad.of(pod.status) for pod in system.of(Role.PREFILL)] or decode
-    decode = [load for load in decode if load.decode_cost.is_known]
-    prefill = [load for load in prefill if load.prefill_cost.is_known]
+    decode = [load for load in decode if load.knows_texts]
+    prefill = [load for load in prefill if load.knows_prompts]
     if not decode or not prefill:
         return
     fastest = FastestPods(prefill, decode)

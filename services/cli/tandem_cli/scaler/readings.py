@@ -26,7 +26,7 @@ RECENT_S, BEFORE_S = 30.0, 120.0
 #: Lengths are means over this time.
 _LENGTHS_S = 300.0
 #: Refusals that more prefill pods would prevent, and those that more decode pods would.
-_BY_TTFT = (RefusalReason.TTFT, RefusalReason.OTHERS, RefusalReason.WAITED, RefusalReason.QUEUE_FULL)
+_BY_TTFT = (RefusalReason.TTFT, RefusalReason.OTHERS, RefusalReason.QUEUE_FULL)
 _BY_TPOT = (RefusalReason.TPOT, RefusalReason.E2E, RefusalReason.POD_FULL)
 
 

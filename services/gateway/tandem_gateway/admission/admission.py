@@ -1,15 +1,12 @@
-"""Admission control: limits the requests in flight and the queue in front of them.
+"""Admission control: decides which requests run, which wait, and which are refused.
 
-    request arrives  it is predicted to miss an objective,
-                     or to make another one miss its own    -> OverloadedError: what was predicted, and when
-                     (`Judge`)                                 to come back; room is kept for it then
-                     a slot is free and the queue is empty  -> admitted
-                     the queue has room (`Places`)          -> waits, earliest deadline first
+    request arrives  `Gate` refuses it                      -> OverloadedError: the prediction, and when to
+                                                               come back; room is kept for it then
+                     a place is free and the queue is empty -> admitted
+                     the queue has room (`Queue`)           -> waits, earliest deadline first
                      the queue is full, or the tenant has
-                     its places already                     -> OverloadedError with a computed retry-after
+                     all its places                         -> OverloadedError with a computed retry-after
     request ends     the first request of the queue is admitted
-
-While nothing can be predicted, how many run at once adapts to whether objectives are met.
 
 A request that is cancelled or passes its deadline while it waits leaves the queue immediately.
 """
@@ -21,54 +18,48 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tandem_core.contracts import RefusalReason
 from tandem_core.errors import InvalidRequestError
 
 from tandem_gateway.admission.admitted import Admitted
 from tandem_gateway.admission.forecast import Forecaster
-from tandem_gateway.admission.judge import Judge
-from tandem_gateway.admission.places import MIN_RETRY_AFTER_S, Places
-from tandem_gateway.admission.shares import MAX_AHEAD_S
-from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
+from tandem_gateway.admission.gate import Gate
+from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Queue
+from tandem_gateway.errors import DeadlineError, OverloadedError
 from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.settings import Policy
 
-#: While requests wait, room that no end of another one makes is looked for as often as this: that of answers
-#: that go on, and of clients that were expected back and did not come.
+#: Re-examine the queue this often: running answers free capacity before they end.
 _LOOK_EVERY_S = 0.5
 
 
 class Admission:
-    """Assigns slots to requests. Belongs to one event loop."""
+    """Assigns places to requests. Belongs to one event loop."""
 
-    def __init__(
-        self, forecaster: Forecaster, *, max_in_flight: int, max_queue: int, policy: Policy, slack: float
-    ) -> None:
+    def __init__(self, forecaster: Forecaster, *, max_in_flight: int, max_queue: int, slack: float) -> None:
         self._forecaster = forecaster
-        self._policy = policy
-        self.places = Places(
+        self.queue = Queue(
             max_in_flight=max_in_flight,
             max_queue=max_queue,
-            policy=policy,
-            num_batch_places=forecaster.num_batch_places,
+            num_batch_slots=forecaster.router.num_batch_slots,
         )
-        self.judge = Judge(forecaster, self.places, policy=policy, slack=slack)
-        #: The next look at those that wait; None: nobody waits.
+        self.gate = Gate(forecaster, self.queue, slack=slack)
+        #: The next look at the queue; None: it is empty.
         self._look: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def slot(
-        self, request: TokenizedRequest, num_places: int = 1, num_others: int = 0
+        self, request: TokenizedRequest, num_places: int = 1, other_tokens: int = 0
     ) -> AsyncIterator[Admitted]:
-        """Holds so many places for the length of the block. `num_others`: tokens of the call's other prompts,
-        which are computed before this one. Raises OverloadedError, or DeadlineError when the request's
-        deadline passes before it is admitted."""
+        """Holds the places for the length of the block. `other_tokens`: of the call's other prompts, which
+        are computed before this one. Raises OverloadedError, or DeadlineError when the request's deadline
+        passes before it is admitted."""
         tenant, places = request.tenant, request.limits.places
         if places is not None and num_places > max(places, 1):
             raise InvalidRequestError(
                 "n" if request.sampling.beam_search is None else "beam_width",
                 f"makes {num_places} sequences, but tenant {tenant} may have {places}; ask for fewer",
             )
-        num_open = self.places.of_tenant[tenant]
+        num_open = self.queue.of_tenant[tenant]
         if places is not None and num_open + num_places > places:
             raise OverloadedError(
                 f"tenant {tenant} has {num_open} requests here already, limit {places}; send the next one "
@@ -78,9 +69,8 @@ class Admission:
             )
         if request.deadline <= time.monotonic():
             raise DeadlineError("the deadline had passed before the request could start")
-        admitted = self.judge.decide(request, num_places, num_others)
-        admitted.num_places, admitted.has_other_prompts = num_places, num_others > 0
-        self.places.opened(admitted)
+        admitted = self.gate.decide(request, num_places, other_tokens)
+        self.queue.opened(admitted)
         try:
             await self._enter(admitted)
             try:
@@ -90,130 +80,114 @@ class Admission:
                     self._gave_up(admitted)
                 self._leave(admitted)
         finally:
-            self.places.closed(admitted)
+            self.queue.closed(admitted)
 
-    def started(self, admitted: Admitted, *, ttft_s: float) -> None:
-        """The first token came, so many seconds after the request's arrival; that of a beam search comes with
-        its last one."""
-        if self._is_measured(admitted) and admitted.forecast is not None:
-            judged_s = admitted.judged_at - admitted.request.arrived
+    def open_requests(self) -> list[Admitted]:
+        """Those in flight, and those that wait."""
+        return [*self.queue.running, *self.queue.waiting()]
+
+    # -- measurements ---------------------------------------------------------------------------------
+
+    def started(self, admitted: Admitted) -> None:
+        """The first token came; that of a beam search comes with its last one."""
+        if admitted.first_at is not None and self._is_measured(admitted):
+            self._started(admitted, admitted.first_at)
+
+    def _started(self, admitted: Admitted, at: float) -> None:
+        track = admitted.placed.first
+        if admitted.forecast is not None:
+            undisturbed_s = at - track.since if track is not None else None
             self._forecaster.started(
-                admitted.request,
-                admitted.forecast,
-                ttft_s - judged_s,
-                is_overtaken=admitted.is_overtaken,
+                admitted.placed, admitted.forecast, at - admitted.judged_at, undisturbed_s
             )
 
-    def ended(self, admitted: Admitted, *, e2e_s: float, num_tokens: int, met: bool) -> None:
-        """A request ended, so many seconds after its arrival."""
+    def ended(self, admitted: Admitted, *, e2e_s: float, num_tokens: int) -> None:
+        """A request ended, `e2e_s` after its arrival."""
         admitted.has_ended = True
-        self.places.ended(e2e_s)
-        request, forecast = admitted.request, admitted.forecast
-        if request.has_objectives:
-            self.places.blind_limit.ended(met=met)
-        else:
-            self.places.best_effort_limit.ended(met=True)
-        if forecast is not None and request.sampling.beam_search is None:
+        self.queue.ended(e2e_s)
+        request = admitted.request
+        if request.sampling.beam_search is None:
             is_cut = num_tokens >= request.sampling.max_tokens
             self._forecaster.was_long(request, num_tokens, is_cut=is_cut)
-        if self._is_measured(admitted) and forecast is not None:
+        if self._is_measured(admitted):
             ended_at = request.arrived + e2e_s
-            self._forecaster.ended(request, forecast, ended_at - admitted.judged_at)
+            if admitted.forecast is not None:
+                self._forecaster.ended(admitted.placed, admitted.forecast, ended_at - admitted.judged_at)
             self._compare(admitted, ended_at)
 
     def _compare(self, admitted: Admitted, ended_at: float) -> None:
-        """With the model of costs: its whole time, and what was left when the last other one came to its pod.
-        With only one of them more are late, see docs/decisions/admission-by-prediction.md."""
-        request, route = admitted.request, admitted.route
-        if route is None:
+        """Compares the model of costs with its whole time, and with the rest after the last arrival at its
+        pod. With one of them alone more requests are late."""
+        placed = admitted.placed
+        if placed.end is None or placed.route is None:
             return
-        began = admitted.admitted_at or admitted.judged_at
-        self._forecaster.took(request, route, admitted.model_s, ended_at - began)
-        if admitted.changed_at > began:
-            self._forecaster.took(request, route, admitted.left_then_s, ended_at - admitted.changed_at)
+        self._forecaster.took(placed, placed.end.model_s, ended_at - placed.end.since)
+        if placed.end.changed_at > placed.end.since:
+            self._forecaster.took(placed, placed.end.left_s, ended_at - placed.end.changed_at)
 
     def _is_measured(self, admitted: Admitted) -> bool:
         """Whether its times tell how wrong predictions are. The first token of a beam search comes with its
-        last one, and that of a call with several prompts may be any one's. One without objectives waits for
-        the end of an overload, here or on its pod, which is in no prediction from before."""
-        forecast, is_search = admitted.forecast, admitted.request.sampling.beam_search is not None
-        if forecast is None or forecast.is_open_ended or is_search or admitted.has_other_prompts:
-            return False
-        if not admitted.request.has_objectives and self.places.overload.was_since(admitted.judged_at):
-            return False
-        return not self._forecaster.is_void(admitted.judged_at)
+        last one, and that of a call with several prompts may be any one's."""
+        is_search = admitted.request.sampling.beam_search is not None
+        return not (is_search or admitted.other_tokens or self._forecaster.is_void(admitted.judged_at))
 
     def _gave_up(self, admitted: Admitted) -> None:
         """It failed, or its client left. If it was late by then, it would have taken longer than until now.
-        Else, where clients wait no longer than their objectives, only those in time would be measured."""
+        Without this, where clients wait no longer than their objectives, only times that met them count."""
         request, now = admitted.request, time.monotonic()
         passed_s = now - request.arrived
-        is_late_start = admitted.first_at is None and 0 < request.slo.ttft_s < passed_s
-        is_late_end = 0 < request.slo.e2e_s < passed_s
-        if is_late_start or is_late_end:
-            self.places.blind_limit.ended(met=False)
-        if is_late_start:
-            self.started(admitted, ttft_s=passed_s)
-        if is_late_end and self._is_measured(admitted):
+        if not self._is_measured(admitted):
+            return
+        if admitted.first_at is None and 0 < request.slo.ttft_s < passed_s:
+            self._started(admitted, now)
+        if 0 < request.slo.e2e_s < passed_s:
             self._compare(admitted, now)
 
     # -- places ---------------------------------------------------------------------------------------
 
     async def _enter(self, admitted: Admitted) -> None:
-        request, places = admitted.request, self.places
-        self._admit_waiting()
-        is_next = not places.is_behind_others(admitted)
-        if is_next and places.fits(request, admitted.num_places) and self.judge.may_begin(request):
+        request, queue = admitted.request, self.queue
+        if self._admit_waiting():
+            admitted.effects = None  # planned without them
+        is_next = not queue.is_behind_others(admitted)
+        if is_next and queue.fits(request, admitted.num_places) and self.gate.may_begin(admitted):
             self._take(admitted)
             return
-        waiter = places.wait(admitted)
+        waiter = queue.wait(admitted)
+        admitted.effects = None
+        if not request.has_objectives:
+            # Its wait has no prediction.
+            admitted.forecast = None
         self._look_later()
-        expires = request.deadline
-        if self._policy is Policy.TTL and request.slo.ttft_s:
-            expires = min(expires, request.arrived + request.slo.ttft_s)
         try:
-            async with asyncio.timeout_at(expires):
+            async with asyncio.timeout_at(request.deadline):
                 await waiter.turn
         except BaseException as error:
             if waiter.turn.done() and not waiter.turn.cancelled():
-                self._leave(admitted)  # admitted at the same moment: give the slot to the next request
+                self._leave(admitted)  # admitted at the same moment: give the place to the next request
             else:
-                places.give_up(waiter)
-            if isinstance(error, TimeoutError) and expires < request.deadline:
-                raise OverloadedError(
-                    f"it waited longer than the {request.slo.ttft_s:g} s of its objective; try again later",
-                    places.turn_s(),
-                    RefusalReason.WAITED,
-                ) from None
+                queue.give_up(waiter)
             if isinstance(error, TimeoutError):
                 raise DeadlineError("the deadline passed while the request waited for its turn") from None
             raise
 
     def _take(self, admitted: Admitted) -> None:
-        self.judge.began(admitted)
-        self.places.take(admitted)
+        self.gate.began(admitted)
+        self.queue.take(admitted)
 
     def _leave(self, admitted: Admitted) -> None:
-        self.places.leave(admitted)
-        self.judge.neighbours.running.pop(admitted, None)
+        self.queue.leave(admitted)
+        admitted.placed.leave()
         self._admit_waiting()
 
-    def _admit_waiting(self) -> None:
-        """The one that is next, then in the next turn of the loop the one after it."""
-        if self.places.is_placing:
-            return
-        waiter = self.places.next_waiting(self.judge.may_begin)
-        if waiter is None:
-            return
-        self._take(waiter.admitted)
-        waiter.turn.set_result(None)
-        self.places.is_placing = True
-        asyncio.get_running_loop().call_soon(self._placed)
-
-    def _placed(self) -> None:
-        """The work of the one that was admitted counts on its pod now."""
-        self.places.is_placing = False
-        self._admit_waiting()
+    def _admit_waiting(self) -> bool:
+        """Returns whether a request began."""
+        has_begun = False
+        while (waiter := self.queue.next_waiting(self.gate.may_begin)) is not None:
+            self._take(waiter.admitted)
+            waiter.turn.set_result(None)
+            has_begun = True
+        return has_begun
 
     def _look_later(self) -> None:
         if self._look is None:
@@ -222,21 +196,20 @@ class Admission:
     def _look_again(self) -> None:
         self._look = None
         self._admit_waiting()
-        if self.places.num_waiting:
+        if self.queue.num_waiting:
             self._look_later()
 
     def _free_places_s(self, tenant: str, num_places: int) -> float:
-        """When so many places of the tenant are likely to be free, as its requests are expected to end."""
+        """When these places of the tenant are likely to be free, as its requests are expected to end."""
         now, left = time.monotonic(), []
-        for one in self.judge.neighbours.running:
+        for one in self.queue.running:
             if one.request.tenant == tenant:
+                end = one.placed.end
                 began = one.admitted_at or now
-                ends_s = self.places.service_s + began - now
-                if one.route is not None:
-                    ends_s = one.left_then_s + one.changed_at - now
-                # One that should have ended takes a quarter more, as in Route.tokens_left.
-                left += [max(ends_s, (now - began) / 4, MIN_RETRY_AFTER_S)] * one.num_places
+                ends_at = began + self.queue.service_s if end is None else end.changed_at + end.left_s
+                # One that should have ended is expected to take a quarter more.
+                left += [max(ends_at - now, (now - began) / 4, MIN_RETRY_AFTER_S)] * one.num_places
         left.sort()
         # Those that wait here have places too, and begin when others end.
-        seconds = left[min(num_places, len(left)) - 1] if left else self.places.turn_s()
-        return min(seconds, MAX_AHEAD_S)
+        seconds = left[min(num_places, len(left)) - 1] if left else self.queue.turn_s()
+        return min(seconds, MAX_RETRY_AFTER_S)

@@ -33,7 +33,7 @@ def miss_cause(
         route = forecast.route
         extra = max(receipt.output_tokens - route.num_output, 0)
         expected = min(receipt.output_tokens, route.num_output)
-        beyond["queue"] -= forecast.queue_s + route.wait_s
+        beyond["queue"] -= forecast.queue_s + max(route.first_s - route.prefill_s, 0.0)
         beyond["prefill"] -= route.prefill_s
         beyond["decode"] -= (expected + extra) * route.token_s
         beyond["length"] = extra * route.token_s

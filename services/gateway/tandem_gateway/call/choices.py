@@ -26,6 +26,7 @@ from tandem_service.tasks import end_tasks
 from tandem_gateway.admission.admitted import Admitted
 from tandem_gateway.call.relay import Relay
 from tandem_gateway.errors import UpstreamError
+from tandem_gateway.fleet.load import Placed
 from tandem_gateway.metrics import RequestMetrics
 from tandem_gateway.request import Event, TokenizedRequest
 
@@ -36,6 +37,8 @@ class Running:
 
     request: TokenizedRequest
     metrics: RequestMetrics
+    #: The call's place on its pods; None before it is admitted.
+    placed: Placed | None = None
     #: The objectives before admission widened them.
     asked: SloTarget = NO_OBJECTIVES
     is_admitted: bool = False
@@ -49,7 +52,7 @@ class Running:
     def admitted(self, admitted: Admitted) -> None:
         """Applies what admission decided for the call."""
         judged, self.asked = admitted.request, self.request.slo
-        self.is_admitted = True
+        self.is_admitted, self.placed = True, admitted.placed
         self.request = replace(self.request, slo=judged.slo, due_s=judged.due_s)
         self.metrics.admitted(judged.slo, admitted.queued_s)
 
@@ -125,7 +128,9 @@ async def _relay_group(relay: Relay, group: Sequence[Running]) -> AsyncGenerator
     request = group[0].request
     if request.sampling.beam_search is not None:
         request = replace(request, output_token_ids=())
-    async with aclosing(relay.stream(request)) as events:
+    placed = group[0].placed
+    assert placed is not None
+    async with aclosing(relay.stream(request, placed)) as events:
         async for event in events:
             if not isinstance(event, decode_pb2.DecodeBeams):
                 yield group[0], event

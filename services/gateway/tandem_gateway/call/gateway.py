@@ -35,8 +35,8 @@ from tandem_service.version import software_version
 
 from tandem_gateway.admission.admission import Admission
 from tandem_gateway.admission.admitted import Admitted
-from tandem_gateway.admission.limits import TokenRates
 from tandem_gateway.admission.miss_cause import miss_cause
+from tandem_gateway.admission.quotas import TokenRates
 from tandem_gateway.auth import Caller
 from tandem_gateway.call import trace_attributes
 from tandem_gateway.call.choices import Running, num_places, relay_choices
@@ -400,10 +400,10 @@ class Gateway:
                             if not num_left:
                                 break  # the last event is sent after the places are released
                         elif choice.relayed(len(event.token_ids)):
-                            admitted.num_tokens = max(admitted.num_tokens, choice.num_tokens)
-                            if not admitted.first_at:
-                                admitted.first_at = choice.first_at
-                                self._admission.started(admitted, ttft_s=choice.first_at - first.arrived)
+                            is_first = admitted.first_at is None
+                            admitted.placed.gained(choice.num_tokens, choice.first_at)
+                            if is_first:
+                                self._admission.started(admitted)
                         yield event
             if num_left:  # the relay promises a DecodeFinished for each
                 raise GatewayError("the answer has no end")
@@ -498,8 +498,8 @@ class Gateway:
         """Lists the pods. Only operators see the prompts in them, whose ids belong to all tenants."""
         return gateway_pb2.GetFleetStatusResponse(
             pods=[pod.to_proto(with_prompts=caller.is_operator) for pod in self.fleet.pods()],
-            requests_queued=self._admission.places.num_waiting,
-            requests_running=self._admission.places.num_in_flight,
+            requests_queued=self._admission.queue.num_waiting,
+            requests_running=self._admission.queue.num_in_flight,
             requests_total=self._num_received,
             version=software_version(),
             unix_seconds=time.time(),
@@ -547,5 +547,5 @@ class Gateway:
             receipt.predicted_e2e_p50_ns = round((judged_s + forecast.e2e.p50) * NS_PER_S)
             receipt.predicted_e2e_p90_ns = round((judged_s + forecast.e2e.high) * NS_PER_S)
         if is_judged:
-            self._admission.ended(admitted, e2e_s=e2e_s, num_tokens=receipt.output_tokens, met=not miss)
+            self._admission.ended(admitted, e2e_s=e2e_s, num_tokens=receipt.output_tokens)
         choice.metrics.finished(end)

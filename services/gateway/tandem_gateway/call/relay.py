@@ -18,7 +18,6 @@ the call, and the pod frees its resources.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -44,6 +43,7 @@ from tandem_gateway.errors import (
     UnavailableError,
     UpstreamError,
 )
+from tandem_gateway.fleet.load import Placed
 from tandem_gateway.fleet.pods import Fleet, Role
 from tandem_gateway.fleet.routing import Route, Router
 from tandem_gateway.metrics import GatewayMetrics
@@ -101,9 +101,12 @@ class Relay:
         #: Tasks that read calls to their ends.
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def stream(self, request: TokenizedRequest) -> AsyncGenerator[Event | decode_pb2.DecodeBeams, None]:
-        """The events of the request, a DecodeFinished last; a beam search has one DecodeBeams instead. Raises
-        InvalidRequestError or GatewayError."""
+    async def stream(
+        self, request: TokenizedRequest, placed: Placed
+    ) -> AsyncGenerator[Event | decode_pb2.DecodeBeams, None]:
+        """The events of the request, a DecodeFinished last; a beam search has one DecodeBeams instead.
+        `placed`: the call by which the request was admitted. Raises InvalidRequestError or GatewayError."""
+        is_judged = request.request_id == placed.request.request_id
         #: Targets that failed. A pod that answers polls but no calls soon counts as healthy again; without
         #: this set, two such pods would alternate until the deadline.
         failed: frozenset[str] = frozenset()
@@ -125,10 +128,19 @@ class Relay:
         decode_ns = failover_ns = 0
         #: Start of the current time without progress, after a loss.
         idle_since_ns: int | None = None
+        #: Of the first attempt: where the places of the call are, and the KV of its prompt.
+        planned = placed.route if request.prompt_token_ids == placed.request.prompt_token_ids else None
         while True:
+            route = None
+            if planned is not None and planned.decode.healthy:
+                route = planned
+                self._router.sent(request, route)
+            planned = None
             # Without another pod, try one that failed and is healthy again.
-            route = self._router.choose(request, failed.union(too_small)) or self._router.choose(
-                request, frozenset(too_small)
+            route = (
+                route
+                or self._router.choose(request, failed.union(too_small))
+                or self._router.choose(request, frozenset(too_small))
             )
             if route is None:
                 if give_up_at is None:
@@ -143,6 +155,8 @@ class Relay:
                 continue
             if is_waiting and not num_lost:
                 waited_ns = time.monotonic_ns() - began_ns
+            if is_judged and placed.route is not route:
+                placed.move(route)
             num_before, num_crashed_before = len(tokens), num_crashed
             #: Failed attempts of this pod at prefill pods.
             num_failed = 0
@@ -157,6 +171,8 @@ class Relay:
                 async with aclosing(call) as events:
                     async for event in events:
                         if isinstance(event, decode_pb2.DecodeProgress):
+                            if event.prompt_computed and is_judged:
+                                placed.computed()
                             reported = max(event.prefill_failures, event.prefill_crashes)
                             if reported > num_failed:
                                 num_failed = reported
@@ -165,11 +181,13 @@ class Relay:
                                 num_crashed = num_crashed_before + event.prefill_crashes
                                 self._check_crashes(num_crashed, len(tokens))
                             others = failed.union(too_small, (route.decode.target,))
-                            if event.draining and self._router.choose(request, others) is not None:
+                            if event.draining and self._router.plan(request, others) is not None:
                                 kv_source = route.decode.target
                                 raise _LostError("it is draining", LossCause.DRAINING, accepted=True)
                             continue
                         if isinstance(event, decode_pb2.DecodeChunk):
+                            if is_judged:
+                                placed.computed()
                             tokens += event.token_ids
                             num_crashed = 0.0
                             last_ns = time.monotonic_ns()
@@ -187,12 +205,16 @@ class Relay:
                 self._log.info("decode pod is too small for the request", target=route.decode.target)
                 trace.fail_stage("too small")
                 too_small[route.decode.target] = error
+                if is_judged:
+                    placed.leave()
             except _LostError as error:
                 trace.set_stage({"tandem.loss.message": str(error)})
                 trace.fail_stage(error.cause.value)
                 is_expected = error.cause is LossCause.DRAINING
                 self._fleet.mark_dead(route.decode, str(error), is_expected=is_expected)
                 self._router.forget(route.decode)
+                if is_judged:
+                    placed.leave()
                 num_lost += error.accepted
                 num_crashed += error.crashes
                 idle_since_ns = last_ns or tried_ns
@@ -262,13 +284,9 @@ class Relay:
             timeout=max(0.001, request.deadline - time.monotonic()),
             metadata=((REQUEST_ID_KEY, request.request_id), *trace.metadata),
         )
-        pod.in_flight += 1
         is_search = request.sampling.beam_search is not None
-        backlog = route.computes_prompt.backlog
-        limit = request.arrived + (request.slo.ttft_s or math.inf)
-        backlog.add(request.request_id, request.due, route.prefill_s, limit=limit)
-        num_tokens = len(tokens)
-        pod.tokens_left[request.request_id] = num_left
+        for one in (pod, route.computes_prompt):
+            one.works.entered(request.request_id)
         responses = aiter(call)
         is_accepted = is_finished = False
         try:
@@ -287,17 +305,12 @@ class Relay:
                             "same version?"
                         )
                     case "chunk" if self._continues(response.chunk, request, tokens, num_lost):
-                        backlog.remove(request.request_id)
-                        num_tokens += len(response.chunk.token_ids)
-                        pod.tokens_left[request.request_id] = route.tokens_left(num_tokens)
                         yield response.chunk
                     case "finished" if response.finished.reason in _FINISH_REASONS:
                         is_finished = True
                         yield response.finished
                         return
                     case "progress":
-                        if response.progress.prompt_computed:
-                            backlog.remove(request.request_id)
                         yield response.progress
                     case _:
                         raise UpstreamError(
@@ -326,9 +339,8 @@ class Relay:
             message = f"{error.code().name}: {error.details()}"
             raise _LostError(message, cause, accepted=is_accepted, crashes=float(is_crashed)) from error
         finally:
-            backlog.remove(request.request_id)
-            pod.tokens_left.pop(request.request_id, None)
-            pod.in_flight -= 1
+            for one in (pod, route.computes_prompt):
+                one.works.left(request.request_id)
             if is_finished:
                 ending = asyncio.create_task(_read_to_end(call, responses))
                 self._ending.add(ending)

@@ -56,7 +56,7 @@ class Sampler:
 
     def sample(self) -> Sample:
         metrics, ended = self._metrics, self._ended
-        open_requests = self._admission.judge.open_requests()
+        open_requests = self._admission.open_requests()
         num_decoding = sum(one.num_places for one in open_requests if one.first_at is not None)
         requests, ttft = ended.take()
         return Sample(
@@ -65,7 +65,7 @@ class Sampler:
             classes=self._classes(),
             misses=+metrics.misses.sums(2),
             queued=sum(one.num_places for one in open_requests if one.admitted_at is None),
-            prefill=self._admission.places.num_in_flight - num_decoding,
+            prefill=self._admission.queue.num_in_flight - num_decoding,
             decode=num_decoding,
             admitted=_total(metrics.queue_seconds.collect(), "_count"),
             begun=_total(metrics.ttft.collect(), "_count"),

@@ -36,7 +36,7 @@ from tandem_proto.v1 import gateway_pb2
 from tandem_service import interceptors
 from tandem_service.interceptors import REQUEST_ID_KEY, MalformedRequestError, Metadata
 
-from tandem_gateway.admission.limits import OpenCalls
+from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.sse import json_bytes

@@ -24,7 +24,7 @@ from tandem_service.interceptors import REQUEST_ID_KEY, request_id_or_new
 from tandem_service.tls import is_loopback
 from tandem_service.tracing import current
 
-from tandem_gateway.admission.limits import OpenCalls
+from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.call.gateway import Gateway

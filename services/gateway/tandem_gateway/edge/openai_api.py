@@ -30,7 +30,7 @@ from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import LONGEST_OBJECTIVE_S, SloTarget
 from tandem_proto.v1 import decode_pb2
 
-from tandem_gateway.admission.limits import OpenCalls
+from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.answers.answer import Answer, Sent
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller

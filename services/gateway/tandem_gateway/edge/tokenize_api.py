@@ -18,7 +18,7 @@ from starlette.routing import Route
 from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import check_token_ids
 
-from tandem_gateway.admission.limits import OpenCalls
+from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.json_body import JsonBody

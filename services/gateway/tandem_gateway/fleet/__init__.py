@@ -1,7 +1,9 @@
 """The pods, and the choice of pods for a request.
 
-pods.py       health, reports and failures of the discovered pods
-pod_load.py   a pod's report as times: its backlog, its steps, the batch that a request joins
-routing.py    chooses the pods with the earliest predicted end; prefixes and answer lengths
-unloaded.py   which objectives the pods meet without load
+pods.py             health, reports and failures of the discovered pods
+load.py             the work of a pod: its last report, and this gateway's requests since
+routing.py          the pods with which a request is predicted to end first
+prefix_index.py     prompts that each pod probably has in its prefix cache
+output_lengths.py   expected lengths of answers
+unloaded.py         the objectives that the pods meet without load
 """

@@ -15,9 +15,7 @@ import contextlib
 import enum
 import math
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from itertools import accumulate
+from collections.abc import Mapping
 
 import grpc
 import grpc.aio
@@ -36,7 +34,7 @@ from tandem_service.channels import open_channel
 from tandem_service.discovery import Discovery
 from tandem_service.tls import PodTls
 
-from tandem_gateway.fleet.pod_load import Backlog, PodLoad
+from tandem_gateway.fleet.load import PodLoad, PodWorks
 
 _POLL_TIMEOUT_S = 2.0
 _MAX_MISSES = 3
@@ -59,8 +57,7 @@ class Role(enum.Enum):
 
 
 class Pod:
-    """One pod and the channel to it. `in_flight` counts this gateway's requests on it; `backlog` holds the
-    prompts that it has not computed yet."""
+    """One pod, the channel to it, and its work."""
 
     def __init__(self, role: Role, target: str, pod_tls: PodTls | None = None) -> None:
         self.role = role
@@ -72,15 +69,11 @@ class Pod:
         self.zone = ""
         #: Why discovery withholds it; "": it may get new requests.
         self.withheld = ""
-        self.in_flight = 0
-        #: Expected remaining tokens of each request in flight, by request id.
-        self.tokens_left: dict[str, int] = {}
+        self.works = PodWorks(decodes=role is Role.DECODE)
         #: Requests of other gateways, at the last report.
         self.num_foreign = 0
         #: The value before: this gateway's requests that ended between two reports count as foreign once.
         self._num_foreign_before = 0
-        self.load = PodLoad()
-        self.backlog = Backlog()
         #: The last report.
         self.report = common_pb2.PodStatus()
         #: Monotonic seconds of the last answer; None before the first.
@@ -106,39 +99,27 @@ class Pod:
         self.channel = open_channel(self.target, self._tls, tls.Role(self.role.value))
 
     @property
+    def load(self) -> PodLoad:
+        """What routing uses of the last report."""
+        return self.works.load
+
+    @property
+    def in_flight(self) -> int:
+        """This gateway's requests on it."""
+        return len(self.works.open_ids)
+
+    @property
     def is_fresh(self) -> bool:
         """Whether the last report is new enough for predictions; pods report at the end of each step."""
         if self.last_seen is None:
             return False
         age_s = time.monotonic() - self.last_seen + self.report.age_seconds
-        return age_s < _FRESH_S + self.load.chunk_seconds
+        return age_s < _FRESH_S + self.load.model.prompt_seconds(0, self.load.model.chunk_size)
 
     @property
     def is_idle(self) -> bool:
         """Whether it has no requests, of this or any other gateway."""
         return not self.in_flight and not (self.num_foreign and self._num_foreign_before)
-
-    def num_beside(self, num_output: int) -> float:
-        """Mean number of other sequences in the batch of an answer of `num_output` tokens."""
-        return self.beside()(num_output)
-
-    def beside(self) -> Callable[[int], float]:
-        """`num_beside` as a function, for many lengths at the same moment."""
-        ordered = sorted(self.tokens_left.values())
-        sums = [0, *accumulate(ordered)]
-
-        def num_beside(num_output: int) -> float:
-            num_tokens = max(num_output, 1)
-            num_shorter = bisect_left(ordered, num_tokens)
-            own = sums[num_shorter] / num_tokens + len(ordered) - num_shorter
-            return own + self.num_foreign
-
-        return num_beside
-
-    @property
-    def num_decoding(self) -> int:
-        """Running sequences that this gateway knows of."""
-        return max(len(self.tokens_left) - self.backlog.num_own, 0) + self.num_foreign
 
     async def poll(self) -> bool:
         """Returns whether the pod serves; updates `load` and `report`. Raises AioRpcError."""
@@ -146,20 +127,10 @@ class Pod:
         health = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_POLL_TIMEOUT_S)
         num_own = self.in_flight
         self.report = await self._get_status()
-        self.load = PodLoad.of(self.report)
+        load = PodLoad.of(self.report)
         self._num_foreign_before = self.num_foreign
-        self.num_foreign = max(self.load.num_requests - num_own, 0)
-        now = time.monotonic()
-        self.backlog.report(
-            [
-                (
-                    prompt.request_id,
-                    now + prompt.due_seconds,
-                    self.load.prompt_seconds(prompt.start, prompt.stop),
-                )
-                for prompt in self.report.prompts
-            ]
-        )
+        self.num_foreign = max(load.num_requests - num_own, 0)
+        self.works.report(load, self.report.prompts, self.num_foreign)
         return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _get_status(self) -> common_pb2.PodStatus:

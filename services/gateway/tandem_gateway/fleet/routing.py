@@ -1,47 +1,42 @@
 """Chooses the decode pod of a request, and the order in which it asks the prefill pods.
 
-Each pod reports what its steps cost. The choice is the pods with which the request is predicted to end first:
-the prompts before its own, the tokens of its prompt that are not in the pod's prefix cache, and the time per
-output token in the batch that it joins. So a conversation returns to the pod that holds its KV, unless that
-pod is so busy that it is cheaper to compute the prompt elsewhere. And when a decode pod is lost, the prefill
-pod that computed the prompt still has it for the next one.
+The choice is the pair of pods with which the request is predicted to end first, by the timelines of their
+works (`load`). So a conversation returns to the pod that holds its KV, unless that pod is so busy that it is
+cheaper to compute the prompt elsewhere. And when a decode pod is lost, the prefill pod that computed the
+prompt still has it for the next one.
 
 The block size of the prefix cache can differ between pods; each pod reports it.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from statistics import fmean
+from operator import itemgetter
 
-from tandem_core.prefix_hash import ChainHash
+from tandem_core.contracts import computes_locally
+from tandem_core.pod_model import Job, Times
 
+from tandem_gateway.fleet.load import Placed, PodWorks, Work
+from tandem_gateway.fleet.output_lengths import OutputLengths
 from tandem_gateway.fleet.pods import Fleet, Pod, Role
+from tandem_gateway.fleet.prefix_index import PrefixIndex
 from tandem_gateway.request import TokenizedRequest
 
-#: Blocks remembered per pod: 4 million tokens in blocks of 64.
-_MAX_BLOCKS_PER_POD = 65_536
-#: Beginnings of prompts whose answers' lengths are remembered, and how many tokens of them.
-_MAX_TEMPLATES = 4096
-_TEMPLATE_TOKENS = 64
-#: A prompt is computed in another zone than it is decoded in if it is ready so much sooner there: KV between
-#: zones takes longer, and clouds charge for it.
+#: A prompt is computed in another zone than its answer if it is ready this much sooner there: KV takes longer
+#: between zones, and clouds charge for it.
 _OTHER_ZONE_S = 0.25
-#: Lengths remembered of each, and how many tell something: the first ones that end are the short ones.
-_NUM_LENGTHS, _ENOUGH_LENGTHS = 16, 4
-#: Until then an answer is taken to be so long, in tokens: most end long before max_tokens, and with that a
-#: system that was just started would refuse what comes beside the first request.
-_USUAL_LENGTH = 128
+#: Decode pods whose timelines are compared; a simpler estimate chooses them among all.
+_MOST_COMPARED = 2
 
 
 @dataclass(frozen=True)
 class Route:
-    """Pods for a request, and what it will take there."""
+    """Pods for a request, and what they predict for it."""
 
     decode: Pod
     #: In the order in which the decode pod asks them.
@@ -49,26 +44,14 @@ class Route:
     computes_prompt: Pod
     #: Decode pods among which it was chosen.
     num_decode: int
-    #: For prompts with earlier deadlines.
-    wait_s: float
-    #: Until the pod's step has ended, and for the sequences that decode in the steps of the prompts.
-    join_s: float
-    #: To compute the prompt, and per output token.
-    prefill_s: float
-    token_s: float
-    #: Of prompts that the decode pod computes while it computes the answer, and how many they are.
-    beside_s: float
-    prompts_beside: float
-    #: The same while nothing else uses the machine.
-    alone_prefill_s: float
-    alone_token_s: float
+    #: Prompt tokens [start, stop) that are not in the pod's prefix cache.
+    start: int
+    stop: int
     #: Tokens that the answer may have, each number as likely as the others.
     lengths: tuple[int, ...]
-    #: Cached tokens in the middle of the answer; sequences beside it, on average.
-    context: int
-    num_beside: float
-    #: Until the decode pod, which computes so many sequences at once, has a place for it.
-    place_s: float = 0.0
+    #: By the timelines, from now.
+    first_s: float = math.nan
+    end_s: float = math.nan
 
     @property
     def num_output(self) -> int:
@@ -76,25 +59,30 @@ class Route:
         return self.tokens_left(0)
 
     def tokens_left(self, num_tokens: int) -> int:
-        """Expected after so many tokens: the mean of the lengths beyond that."""
+        """Expected after this many tokens: the mean of the lengths beyond that."""
         ordered, sums = self._ordered_lengths
         num_shorter = bisect_right(ordered, num_tokens)
         num_longer = len(ordered) - num_shorter
-        # Nothing is known of one that is longer than all others.
+        # An answer longer than all others: a quarter of its length more.
         if not num_longer:
             return max(num_tokens // 4, 1)
         return round((sums[-1] - sums[num_shorter]) / num_longer) - num_tokens
 
     @cached_property
     def _ordered_lengths(self) -> tuple[list[int], list[int]]:
-        """And the sums of those before each: admission asks for each request that runs."""
+        """Admission asks for each request that runs, so the lengths are sorted once."""
         ordered = sorted(self.lengths)
         return ordered, [0, *accumulate(ordered)]
 
     @property
+    def context(self) -> int:
+        """Cached tokens in the middle of the answer."""
+        return self.stop + self.num_output // 2
+
+    @property
     def is_known(self) -> bool:
-        """Whether reports of the pods say what things cost, and are new."""
-        return self.computes_prompt.load.prefill_cost.is_known and all(
+        """Whether the pods have measured their costs, and reported them lately."""
+        return self.computes_prompt.works.load.knows_prompts and all(
             pod.is_fresh for pod in (self.decode, self.computes_prompt)
         )
 
@@ -104,125 +92,104 @@ class Route:
         return self.computes_prompt is self.decode
 
     @property
-    def ttft_s(self) -> float:
-        # The first token of a prefill pod needs no place in the batch.
-        begins_s = max(self.wait_s, self.place_s) if self.is_local else self.wait_s
-        return begins_s + self.join_s + self.prefill_s
+    def prefill_s(self) -> float:
+        """Seconds to compute the prompt while nothing else runs on its pod."""
+        return self.computes_prompt.works.load.model.prompt_seconds(self.start, self.stop)
 
     @property
-    def e2e_s(self) -> float:
-        return self.e2e_beside_s(self.num_beside)
+    def token_s(self) -> float:
+        """Seconds per token of the answer after the first, as predicted."""
+        return (self.end_s - self.first_s) / max(self.num_output - 1, 1)
 
-    def e2e_beside_s(self, num_sequences: float) -> float:
-        """The end beside so many others."""
-        return max(self.ttft_s, self.place_s) + self.decode.load.answer_seconds(
-            self.num_output, num_sequences + 1, self.context, self.prompts_beside, self.beside_s
-        )
+    @property
+    def alone(self) -> dict[str, float]:
+        """Seconds that it takes without load, by the names of the objectives."""
+        prompts, texts = self.computes_prompt.works.load.model, self.decode.works.load.model
+        ttft_s = self.prefill_s * prompts.prefill.unloaded
+        token_s = texts.token_seconds(1, self.context) * texts.decode.unloaded
+        return {"ttft": ttft_s, "tpot": token_s, "e2e": ttft_s + self.num_output * token_s}
 
     @property
     def work_s(self) -> float:
-        """Seconds of the whole fleet that the request takes beside many others, of the role of which it takes
+        """Seconds of the whole fleet that the request takes in a full batch, of the role of which it takes
         more."""
-        load = self.decode.load
-        num_steps = self.num_output / load.gained(load.max_batch)
-        decode_s = load.decode_seconds(0, num_steps, self.context)
+        model = self.decode.works.load.model
+        decode_s = self.num_output * model.token_seconds(model.max_batch, self.context) / model.max_batch
         if self.is_local:
             return (self.prefill_s + decode_s) / self.num_decode
         return max(self.prefill_s / len(self.prefill), decode_s / self.num_decode)
 
-    @property
-    def alone_e2e_s(self) -> float:
-        return self.alone_prefill_s + self.num_output * self.alone_token_s
+    def works(self, placed: Placed) -> Iterator[tuple[PodWorks, Work]]:
+        """What its pods have to do for the request, the decode pod first."""
+        start, stop = self.start, self.stop + placed.other_tokens
+        decode = Work(
+            placed.request.due,
+            start if self.is_local else stop,
+            stop,
+            self.num_output,
+            self.context,
+            placed.num_places,
+            placed,
+        )
+        yield self.decode.works, decode
+        if not self.is_local:
+            prompt = Work(placed.request.due, start, stop, 1, stop, 1, placed)
+            yield self.computes_prompt.works, prompt
 
 
 @dataclass(frozen=True)
-class _Work:
-    """Of one prompt on one pod."""
+class Effects:
+    """What a request on its route does to the others: their times without it and with it."""
 
-    num_uncached: int
-    wait_s: float
-    join_s: float
-    prefill_s: float
-    lacks_room: bool
-
-    @property
-    def ready_s(self) -> float:
-        return self.wait_s + self.join_s + self.prefill_s
-
-
-class OutputLengths:
-    """Lengths of the last answers, for each tenant and beginning of a prompt, often a template.
-
-    Belongs to one event loop.
-    """
-
-    def __init__(self) -> None:
-        #: By tenant and first tokens; the tenant alone is the fallback.
-        self._lengths: OrderedDict[tuple[str, int], deque[int]] = OrderedDict()
-
-    def of(self, request: TokenizedRequest) -> tuple[int, ...]:
-        """Tokens that its answer may have, from min_tokens to max_tokens, each as likely as the others."""
-        least, most = max(request.sampling.min_tokens, 1), request.sampling.max_tokens
-        if request.sampling.ignore_eos:
-            return (most,)
-        of_template, of_tenant = ([*self._lengths.get(key, ())] for key in self._keys(request))
-        known = of_template if len(of_template) >= _ENOUGH_LENGTHS else of_tenant
-        known += [_USUAL_LENGTH] * (_ENOUGH_LENGTHS - len(known))
-        return tuple(min(max(length, least), most) for length in known)
-
-    def observe(self, request: TokenizedRequest, num_tokens: int, *, is_cut: bool = False) -> None:
-        """Of an answer that ended. `is_cut`: at its max_tokens, so that it says only what others, which may
-        be longer, have at least."""
-        if is_cut:
-            num_tokens = max(num_tokens, _USUAL_LENGTH)
-        for key in self._keys(request):
-            self._lengths.setdefault(key, deque(maxlen=_NUM_LENGTHS)).append(num_tokens)
-            self._lengths.move_to_end(key)
-        while len(self._lengths) > _MAX_TEMPLATES:
-            self._lengths.popitem(last=False)
-
-    def _keys(self, request: TokenizedRequest) -> tuple[tuple[str, int], tuple[str, int]]:
-        return (request.tenant, hash(request.prompt_token_ids[:_TEMPLATE_TOKENS])), (request.tenant, 0)
-
-
-class PrefixIndex:
-    """Estimates the prefix cache of each pod: an LRU of the prompt blocks sent to it."""
-
-    def __init__(self, max_blocks_per_pod: int = _MAX_BLOCKS_PER_POD) -> None:
-        self._max_blocks = max_blocks_per_pod
-        self._seen: dict[str, OrderedDict[ChainHash, None]] = {}
-
-    def num_matching(self, target: str, hashes: Sequence[ChainHash]) -> int:
-        """Number of leading blocks of the prompt in the pod's LRU."""
-        seen = self._seen.get(target, OrderedDict())
-        count = 0
-        for block in hashes:
-            if block not in seen:
-                break
-            count += 1
-        return count
-
-    def add(self, target: str, hashes: Sequence[ChainHash]) -> None:
-        seen = self._seen.setdefault(target, OrderedDict())
-        # Last block first, so that the end of a prompt is evicted before its beginning.
-        for block in reversed(hashes):
-            seen[block] = None
-            seen.move_to_end(block)
-        while len(seen) > self._max_blocks:
-            seen.popitem(last=False)
-
-    def forget(self, target: str) -> None:
-        self._seen.pop(target, None)
-
-    def keep_only(self, targets: Collection[str]) -> None:
-        """Forgets every other pod."""
-        for target in self._seen.keys() - set(targets):
-            del self._seen[target]
+    request: TokenizedRequest
+    route: Route
+    #: The request on its decode pod.
+    job: Job
+    others: Mapping[Placed, tuple[Times, Times]]
+    #: The times of jobs that may come as well.
+    coming: Mapping[Job, Times]
+    moment: _Moment
 
 
 def _far_s(one: Pod, other: Pod) -> float:
-    """What a pair of pods counts as slower if they are known to be in two zones."""
+    """Seconds by which a pair of pods counts as slower if they are known to be in two zones."""
     return _OTHER_ZONE_S if one.zone and other.zone and one.zone != other.zone else 0.0
+
+
+def _order(route: Route, lacks_room: bool, end_s: float) -> tuple[bool, float, int, str]:
+    """Ascending from the best route."""
+    pod = route.decode
+    return lacks_room, end_s + _far_s(route.computes_prompt, pod), -pod.works.load.free_blocks, pod.target
+
+
+class _Moment:
+    """The timelines of all pods at one moment, each computed when it is first needed."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[Pod, dict[Work, Job]] = {}
+        self._times: dict[Pod, dict[Work, Times]] = {}
+
+    def jobs(self, pod: Pod) -> dict[Work, Job]:
+        if pod not in self._jobs:
+            ready_s = {}
+            for work in pod.works.all:
+                other = None if work.placed is None else work.placed.prompt_work
+                # Its prompt is on a prefill pod.
+                if other is not None and other is not work and work.placed and work.placed.route:
+                    ready_s[work] = self.times(work.placed.route.computes_prompt)[other].first_s
+            self._jobs[pod] = pod.works.jobs(ready_s)
+        return self._jobs[pod]
+
+    def times(self, pod: Pod) -> dict[Work, Times]:
+        if pod not in self._times:
+            self._times[pod] = self.with_jobs(pod, ())[0]
+        return self._times[pod]
+
+    def with_jobs(self, pod: Pod, coming: Sequence[Job]) -> tuple[dict[Work, Times], dict[Job, Times]]:
+        """The times of the pod's works next to these jobs, and those of the jobs."""
+        jobs = self.jobs(pod)
+        times = pod.works.times(jobs, coming)
+        return {work: times[job] for work, job in jobs.items()}, {job: times[job] for job in coming}
 
 
 class Router:
@@ -237,99 +204,190 @@ class Router:
         """Whether since these monotonic seconds pods began to be lost, or to fail to compute prompts."""
         return self._fleet.failing_since > at
 
-    def num_batch_places(self) -> int:
+    def num_batch_slots(self) -> int:
         """Sequences that the decode pods compute at once."""
-        return sum([pod.load.max_batch for pod in self._fleet.healthy(Role.DECODE)])
+        return sum([pod.works.load.model.max_batch for pod in self._fleet.healthy(Role.DECODE)])
 
-    def plan(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:
+    def plan(
+        self,
+        request: TokenizedRequest,
+        excluded: frozenset[str] = frozenset(),
+        *,
+        num_places: int = 1,
+        other_tokens: int = 0,
+    ) -> Effects | None:
         """The pods with which the request is predicted to end first, among decode pods that are not in
-        `excluded`; None: no decode pod."""
+        `excluded`; None: no decode pod. `other_tokens`: of other prompts that are computed before its own."""
         healthy, prefill = (self._fleet.healthy(role) for role in (Role.DECODE, Role.PREFILL))
         # A pod that left or restarted has lost its cache.
         self._prefixes.keep_only([pod.target for pod in (*healthy, *prefill)])
         candidates = [pod for pod in healthy if pod.target not in excluded]
         if not candidates:
             return None
-        work = {pod: self._work(pod, request) for pod in (*candidates, *prefill)}
+        prompts = {pod: self._prompt(pod, request) for pod in (*candidates, *prefill)}
         lengths = self._lengths.of(request)
-        num_output = round(fmean(lengths))
         routes = []
         for pod in candidates:
             prefill.sort(
                 key=lambda other: (
-                    work[other].lacks_room,
-                    work[other].ready_s + _far_s(other, pod),
+                    prompts[other].lacks_room,
+                    prompts[other].ready_s + _far_s(other, pod),
                     other.target,
                 )
             )
-            computes = pod if self._is_local(pod, request, work[pod]) or not prefill else prefill[0]
-            context = len(request.prompt_token_ids) + num_output // 2
-            num_beside = pod.num_beside(num_output)
-            wait_s, prefill_s = work[computes].wait_s, work[computes].prefill_s
-            # The pod computes those before this prompt, or while another pod computes it, in that time.
-            others_s = pod.backlog.present_s - wait_s - (prefill_s if computes is not pod else 0.0)
-            others_s = max(others_s, 0.0)
-            part = others_s / pod.backlog.present_s if others_s else 0.0
+            is_local = self._is_local(pod, request, prompts[pod]) or not prefill
+            computes = pod if is_local else prefill[0]
             route = Route(
                 decode=pod,
                 prefill=tuple(prefill),
                 computes_prompt=computes,
                 num_decode=len(candidates),
-                wait_s=wait_s,
-                join_s=work[computes].join_s,
-                prefill_s=prefill_s,
-                token_s=pod.load.token_seconds(num_beside + 1, context),
-                beside_s=others_s,
-                prompts_beside=part * pod.backlog.num_own,
-                alone_prefill_s=prefill_s * computes.load.prefill_cost.unloaded,
-                alone_token_s=pod.load.token_seconds(1, context) * pod.load.decode_cost.unloaded,
+                start=prompts[computes].start,
+                stop=len(request.prompt_token_ids),
                 lengths=lengths,
-                context=context,
-                num_beside=num_beside,
             )
-            e2e_s = route.e2e_s + _far_s(computes, pod)
-            routes.append((work[pod].lacks_room, e2e_s, -pod.load.free_blocks, pod.target, route))
-        return min(routes, key=lambda scored: scored[:4])[4]
+            num_beside = pod.works.num_sequences() + num_places
+            answer_s = route.num_output * pod.works.load.model.token_seconds(num_beside, route.context)
+            order = _order(route, prompts[pod].lacks_room, prompts[computes].ready_s + answer_s)
+            routes.append((order, route))
+        routes.sort(key=itemgetter(0))
+        moment = _Moment()
+        compared = [
+            _first_look(moment, route, request, num_places, other_tokens)
+            for _, route in routes[:_MOST_COMPARED]
+        ]
+        return min(
+            compared,
+            key=lambda effects: _order(
+                effects.route, prompts[effects.route.decode].lacks_room, effects.route.end_s
+            ),
+        )
+
+    def reconsider(self, effects: Effects, coming: Sequence[Job]) -> Effects:
+        """Predicts the request on the same pods again, next to jobs that may come to its decode pod."""
+        return _on_route(effects, coming)
+
+    def times_without(self, effects: Effects, jobs: Sequence[Job]) -> dict[Job, Times]:
+        """The times of these jobs on the request's decode pod without the request."""
+        return effects.moment.with_jobs(effects.route.decode, jobs)[1]
+
+    def times(self, effects: Effects) -> dict[Work, Times]:
+        """The times of the works on the request's decode pod without the request."""
+        return effects.moment.times(effects.route.decode)
 
     def choose(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:
-        """The same, and adds the prompt to the LRUs of the pods that will have it."""
-        route = self.plan(request, excluded)
-        if route is not None:
-            for pod in (route.decode, *(() if request.scores_prompt else route.prefill[:1])):
-                self._prefixes.add(pod.target, request.block_hashes(pod.load.block_size))
-        return route
+        """Plans the request, and adds its prompt to the LRUs of the pods that will have it."""
+        effects = self.plan(request, excluded)
+        if effects is None:
+            return None
+        self.sent(request, effects.route)
+        return effects.route
+
+    def sent(self, request: TokenizedRequest, route: Route) -> None:
+        """The request goes to these pods, which will have its prompt."""
+        for pod in (route.decode, *(() if request.scores_prompt else route.prefill[:1])):
+            self._prefixes.add(pod.target, request.block_hashes(pod.works.load.block_size))
 
     def forget(self, pod: Pod) -> None:
         """Forgets the cache of a pod that died."""
         self._prefixes.forget(pod.target)
 
-    def _work(self, pod: Pod, request: TokenizedRequest) -> _Work:
-        load, num_tokens = pod.load, len(request.prompt_token_ids)
+    def _prompt(self, pod: Pod, request: TokenizedRequest) -> _Prompt:
+        load, num_tokens = pod.works.load, len(request.prompt_token_ids)
         # A pod without a prefix cache reports block size 0.
         hashes = request.block_hashes(load.block_size)
         num_cached = self._prefixes.num_matching(pod.target, hashes) * load.block_size
         # The last token is always computed.
-        num_cached = 0 if request.scores_prompt else min(num_cached, num_tokens - 1)
+        start = 0 if request.scores_prompt else min(num_cached, num_tokens - 1)
         needed = -(-num_tokens // load.block_size) if load.block_size else 0
-        decoding, backlog = pod.num_decoding, pod.backlog
-        # About one for each prompt before it.
-        num_steps = backlog.num_before(request.due) + -(-(num_tokens - num_cached) // load.chunk_beside_texts)
-        join_s = load.decode_seconds(0, num_steps * decoding, num_tokens)
-        if decoding and backlog.is_empty:
-            join_s += load.decode_seconds(1, decoding, num_tokens) / 2
-        return _Work(
-            num_uncached=num_tokens - num_cached,
-            wait_s=backlog.seconds(request.due, load.chunk_seconds),
-            join_s=join_s,
-            prefill_s=load.prompt_seconds(num_cached, num_tokens),
-            lacks_room=needed > load.free_blocks,
+        return _Prompt(
+            start,
+            num_tokens - start,
+            pod.works.prompts_s(request.due) + load.model.prompt_seconds(start, num_tokens),
+            needed > load.free_blocks,
         )
 
-    def _is_local(self, pod: Pod, request: TokenizedRequest, work: _Work) -> bool:
+    def _is_local(self, pod: Pod, request: TokenizedRequest, prompt: _Prompt) -> bool:
         """Whether the decode pod will compute the prompt itself."""
         if request.scores_prompt:
             return True
-        load = pod.load
-        is_idle = not max(pod.in_flight, load.num_requests)
-        limit = max(load.local_prefill_tokens, load.idle_prefill_tokens if is_idle else 0)
-        return work.num_uncached < limit
+        load = pod.works.load
+        is_idle = not max(len(pod.works.open_ids), load.num_requests)
+        return computes_locally(
+            prompt.num_uncached, load.local_prefill_tokens, load.idle_prefill_tokens, is_idle=is_idle
+        )
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt on one pod, by a simple estimate."""
+
+    start: int
+    num_uncached: int
+    ready_s: float
+    lacks_room: bool
+
+
+def _first_look(
+    moment: _Moment, route: Route, request: TokenizedRequest, num_places: int, other_tokens: int
+) -> Effects:
+    stop = route.stop + other_tokens
+    job = Job(
+        request.due,
+        route.start if route.is_local else stop,
+        stop,
+        max(route.num_output - (not route.is_local), 1),
+        route.context,
+        num_places,
+        0.0,
+    )
+    return _on_route(Effects(request, route, job, {}, {}, moment), ())
+
+
+def _on_route(effects: Effects, coming: Sequence[Job]) -> Effects:
+    """The effects next to jobs that may come as well."""
+    route, moment, job = effects.route, effects.moment, effects.job
+    first_s = math.nan
+    pairs: dict[Placed, tuple[Times, Times]] = {}
+    if not route.is_local:
+        pod = route.computes_prompt
+        prompt = Job(job.due, route.start, job.stop, 1, job.stop, 1, 0.0)
+        before = moment.times(pod)
+        after, of_coming = moment.with_jobs(pod, [prompt])
+        first_s = of_coming[prompt].first_s
+        job = replace(job, ready_s=first_s)
+        for work, times in after.items():
+            if work.placed is not None:
+                pairs[work.placed] = _remote(moment, work.placed, before[work].first_s, times.first_s)
+    before = moment.times(route.decode)
+    after, of_coming = moment.with_jobs(route.decode, [job, *coming])
+    for work, times in after.items():
+        placed = work.placed
+        if placed in pairs:
+            first, later = pairs[placed]
+            delay_s = later.first_s - first.first_s
+            pairs[placed] = (
+                Times(first.first_s, before[work].end_s),
+                Times(later.first_s, times.end_s + delay_s),
+            )
+        elif placed is not None and placed.prompt_work in (None, work):
+            pairs[placed] = before[work], times
+        elif placed is not None:
+            pairs[placed] = _only_end(before[work]), _only_end(times)
+    if route.is_local:
+        first_s = of_coming[job].first_s
+    route = replace(route, first_s=first_s, end_s=max(of_coming[job].end_s, first_s))
+    return replace(effects, route=route, others=pairs, coming=of_coming)
+
+
+def _remote(moment: _Moment, placed: Placed, first_s: float, later_s: float) -> tuple[Times, Times]:
+    """The times of a request whose prompt is on a prefill pod. Its end is delayed as its prompt is."""
+    if later_s <= first_s or placed.route is None or placed.answer_work is None:
+        return Times(first_s, -math.inf), Times(later_s, -math.inf)
+    end_s = moment.times(placed.route.decode)[placed.answer_work].end_s
+    return Times(first_s, end_s), Times(later_s, end_s + later_s - first_s)
+
+
+def _only_end(times: Times) -> Times:
+    """The times of an answer whose prompt is on another pod."""
+    return Times(-math.inf, times.end_s)

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 
 from tandem_core.slo import SloTarget
 
-from tandem_gateway.fleet.pod_load import PodLoad
+from tandem_gateway.fleet.load import PodLoad
 from tandem_gateway.fleet.pods import Fleet, Role
 
-#: Of the request whose time per token and whose end are judged.
+#: Prompt of the request whose time per token and end are judged.
 _PROMPT_TOKENS = 256
 
 
 def kept_unloaded(
     fleet: Fleet, slo_classes: Mapping[str, SloTarget], max_tokens: int
 ) -> dict[str, dict[str, str]] | None:
-    """By class and objective, up to which length of prompt or answer it is kept; None: no pod has said yet
+    """The longest prompt or answer that keeps each objective, by class; None: no pod has reported yet
     what its steps cost. `max_tokens` is the longest text that is served."""
-    decode = [pod.load for pod in fleet.healthy(Role.DECODE) if pod.load.decode_cost.is_known]
+    decode = [pod.load for pod in fleet.healthy(Role.DECODE) if pod.load.knows_texts]
     prefill = [
         pod.load
         for pod in fleet.healthy(Role.PREFILL) or fleet.healthy(Role.DECODE)
-        if pod.load.prefill_cost.is_known
+        if pod.load.knows_prompts
     ]
     if not decode or not prefill:
         return None
@@ -43,10 +43,12 @@ class FastestPods:
     decode: Sequence[PodLoad]
 
     def prompt_s(self, num_tokens: int) -> float:
-        return min(load.prompt_seconds(0, num_tokens) * load.prefill_cost.unloaded for load in self.prefill)
+        return min(
+            load.model.prompt_seconds(0, num_tokens) * load.model.prefill.unloaded for load in self.prefill
+        )
 
     def token_s(self, context: int) -> float:
-        return min(load.token_seconds(1, context) * load.decode_cost.unloaded for load in self.decode)
+        return min(load.model.token_seconds(1, context) * load.model.decode.unloaded for load in self.decode)
 
     def end_s(self, num_output: int, prompt_tokens: int = _PROMPT_TOKENS) -> float:
         return self.prompt_s(prompt_tokens) + num_output * self.token_s(prompt_tokens + num_output // 2)

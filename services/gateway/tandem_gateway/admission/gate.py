@@ -1,0 +1,286 @@
+"""Whether a request may run: whether its objectives will be met, and those of the requests that run.
+
+    it will miss an objective                        refused: the prediction, and when to come back;
+    it would make another request miss its own       room is kept for it then
+    it takes room that quieter tenants will need
+    anything else                                    admitted; without objectives it waits in the queue
+                                                     while it would make another request miss its own
+
+An idle system refuses nothing that it can meet. Requests are not refused while nothing can be predicted,
+because no pod has computed anything yet or the reports are old.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tandem_core.contracts import DEFAULT_DUE_S, RefusalReason
+from tandem_core.sampling import SamplingParams
+from tandem_core.slo import NO_OBJECTIVES
+
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.forecast import MEMORY_S, Forecast, Forecaster
+from tandem_gateway.admission.objectives import missed_alone, resolve
+from tandem_gateway.admission.queue import MIN_RETRY_AFTER_S, Queue
+from tandem_gateway.admission.reservations import Appointment, Reservations
+from tandem_gateway.errors import OverloadedError, UnavailableError
+from tandem_gateway.fleet.load import Track
+from tandem_gateway.fleet.routing import Effects
+from tandem_gateway.request import TokenizedRequest
+
+#: The text of a refusal names the seconds that passed before it if they are more than this.
+_NO_WAIT_S = 0.05
+#: A strict request is hopeless if it needs more than this multiple of its objective on an idle system: costs
+#: that were measured next to other programs are too high by less.
+_HOPELESS = 2.0
+#: Span and number of the requests whose used slack is averaged.
+_SLACK_S, _MAX_SLACKS = 10.0, 1024
+
+
+class Gate:
+    """Belongs to one event loop."""
+
+    def __init__(self, forecaster: Forecaster, queue: Queue, *, slack: float) -> None:
+        """`slack`: objectives are at least this multiple of the time without load; 0: as they are."""
+        self._forecaster = forecaster
+        self._router = forecaster.router
+        self._queue = queue
+        self._slack = slack
+        self._reservations = Reservations(queue)
+        #: Monotonic seconds and share of each recent request.
+        self._slacks_used: deque[tuple[float, float]] = deque(maxlen=_MAX_SLACKS)
+        #: When a strict request was last admitted to measure whether it is late.
+        self._tried_at = -math.inf
+
+    @property
+    def slack_used(self) -> float:
+        """Share of the time that objectives leave beyond that without load which load was predicted to take:
+        the mean of the last ten seconds' requests, where a refused one counts as 1. For any thread."""
+        oldest = time.monotonic() - _SLACK_S
+        shares = [share for at, share in self._slacks_used.copy() if at >= oldest]
+        return sum(shares) / len(shares) if shares else 0.0
+
+    def decide(self, request: TokenizedRequest, num_places: int = 1, other_tokens: int = 0) -> Admitted:
+        """`other_tokens`: of the call's other prompts, which are computed before this one. Raises
+        OverloadedError for a request that is refused, UnavailableError for a strict one without pods."""
+        unjudged = Admitted(request, num_places=num_places, other_tokens=other_tokens)
+        # The call whose answer is resumed was admitted before.
+        if request.is_repeated:
+            return unjudged
+        effects = self._plan(unjudged)
+        if effects is None and request.slo.is_strict:
+            raise UnavailableError("no decode pod is there to meet the request's objectives; try again later")
+        self._queue.is_blind = effects is not None and not effects.route.is_known
+        if effects is None or self._queue.is_blind:
+            return unjudged
+        alone = self._forecast(effects).alone
+        slo, is_widened = resolve(request.slo, alone, self._slack)
+        key, request = _key(request, num_places), replace(request, slo=slo)
+        demand, work_s = self._reservations.demand, num_places * effects.route.work_s
+        demand.ask(request.tenant, request.limits.weight, work_s, has_objectives=request.has_objectives)
+        if not request.has_objectives:
+            request = replace(request, due_s=DEFAULT_DUE_S + demand.ahead_s(request.tenant))
+        elif not self._slack and not slo.is_strict and missed_alone(slo, alone):
+            request = replace(request, due_s=DEFAULT_DUE_S)
+        admitted = Admitted(request, is_widened, num_places=num_places, other_tokens=other_tokens)
+        if request.due == effects.request.due:
+            effects = replace(effects, request=request)
+        else:
+            effects = self._plan(admitted) or effects
+        admitted.effects = effects
+        if request.has_objectives and request.due_s is None:
+            self._check(admitted, effects, key)
+        demand.charge(request.tenant, work_s)
+        admitted.forecast = self._forecast(effects)
+        return admitted
+
+    def may_begin(self, admitted: Admitted) -> bool:
+        """A request without objectives waits while it would make another one late, but not beyond its own
+        deadline."""
+        request = admitted.request
+        if request.has_objectives or not self._queue.running or request.due < time.monotonic():
+            return True
+        effects = self._plan(admitted)
+        if effects is None or not effects.route.is_known:
+            return True
+        if self._makes_late(effects) or self._leaves_too_little(
+            effects,
+            self._reservations.due_back(effects.route),
+            self._reservations.room(request, effects.route),
+        ):
+            return False
+        admitted.effects = effects
+        return True
+
+    def began(self, admitted: Admitted) -> None:
+        """It has a place now, and goes to its pods."""
+        admitted.admitted_at = now = time.monotonic()
+        effects, placed = admitted.effects or self._plan(admitted), admitted.placed
+        admitted.effects = None
+        if effects is None:
+            return
+        placed.first = Track(now, now, effects.route.first_s)
+        placed.end = Track(now, now, effects.route.end_s)
+        for other, (before, after) in effects.others.items():
+            if other.first is not None and other.first_at is None and after.first_s > -math.inf:
+                other.first.change(now, before.first_s, after.first_s)
+            if other.end is not None and after.end_s > -math.inf:
+                other.end.change(now, before.end_s, after.end_s)
+        placed.move(effects.route)
+
+    def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
+        """The median for a new prompt of this length that has a place; NaN without a decode pod."""
+        now, prompt = time.monotonic(), (0,) * num_prompt_tokens
+        request = TokenizedRequest("", "", prompt, SamplingParams(), NO_OBJECTIVES, now, now)
+        effects = self._router.plan(request)
+        return math.nan if effects is None else self._forecaster.on_route(request, effects.route).ttft.p50
+
+    # -- the rule -------------------------------------------------------------------------------------
+
+    def _check(self, admitted: Admitted, effects: Effects, key: int) -> None:
+        """Raises OverloadedError for a request that is refused."""
+        request, route, slo = admitted.request, effects.route, admitted.request.slo
+        forecast, waited_s = self._forecast(effects), time.monotonic() - request.arrived
+        appointments = self._reservations.appointments
+        is_returning = appointments.keep(key)
+        # Room was kept for it, with a margin.
+        is_likely = is_returning or self._reservations.demand.is_quieter(request.tenant)
+        is_idle = route.decode.is_idle and not route.computes_prompt.works.has_prompts
+        missed = forecast.misses(slo, waited_s, is_likely=is_likely)
+        if not missed and not is_idle:
+            missed = self._missed_by_others(effects, is_likely=is_likely, is_returning=is_returning)
+        if not (missed and (is_idle or missed_alone(slo, forecast.alone))):
+            share = 1.0 if missed else forecast.share_of_slack(slo, waited_s)
+            self._slacks_used.append((time.monotonic(), share))
+        if not missed or (is_idle and (not slo.is_strict or self._may_try(admitted, forecast))):
+            return
+        if slo.is_strict and (hopeless := missed_alone(slo, forecast.alone, _HOPELESS)):
+            # It would be refused whenever it came back.
+            limit_s, takes_s = getattr(slo, f"{hopeless}_s"), forecast.alone[hopeless]
+            raise OverloadedError(
+                f"refused: the objective {hopeless} of {limit_s:g} s cannot be met here even without load, "
+                f"where it takes {takes_s:.3g} s; ask for more time, or do not ask for strict",
+                None,
+                RefusalReason(hopeless),
+            )
+        # An idle system has no load whose end is near, but errors that were measured with load.
+        after_s = MEMORY_S if is_idle else self._room_after_s(effects)
+        retry_s = appointments.make(key, request, route, admitted.num_places, after_s)
+        again = " again" if is_returning else ""
+        why = self._why(request, forecast, missed, waited_s)
+        raise OverloadedError(f"refused{again}: {why}; try again later", retry_s, RefusalReason(missed))
+
+    def _missed_by_others(self, effects: Effects, *, is_likely: bool, is_returning: bool) -> str:
+        """ "others": it would make one late; "share": it leaves quieter tenants too little room; ""."""
+        if self._makes_late(effects, is_likely=is_likely):
+            return "others"
+        due_back = [] if is_returning else self._reservations.due_back(effects.route)
+        if self._leaves_too_little(effects, due_back, 0, is_likely=is_likely):
+            return "others"
+        room = self._reservations.room(effects.request, effects.route)
+        if self._leaves_too_little(effects, due_back, room, is_likely=is_likely):
+            return "share"
+        return ""
+
+    def _makes_late(self, effects: Effects, *, is_likely: bool = False) -> bool:
+        """Whether the request makes another one miss an objective: with it that is predicted at the gateway's
+        confidence, or with `is_likely` in the median; without it not even in the median."""
+        now = time.monotonic()
+        for other, (before, after) in effects.others.items():
+            for predict, first_s, then_s, by in (
+                (self._forecaster.first_of, before.first_s, after.first_s, other.starts_by),
+                (self._forecaster.end_of, before.end_s, after.end_s, other.ends_by(now)),
+            ):
+                limit_s = by - now
+                if limit_s == math.inf or then_s <= first_s:
+                    continue
+                later = predict(other, then_s)
+                if limit_s < later[not is_likely] and predict(other, first_s).p50 <= limit_s:
+                    return True
+        return False
+
+    def _leaves_too_little(
+        self, effects: Effects, due_back: Sequence[Appointment], room: int, *, is_likely: bool = False
+    ) -> bool:
+        """Whether next to requests that are due back and `room` more like this one it makes another one late,
+        or one of those that are due back; or itself, next to the others."""
+        if not due_back and not room:
+            return False
+        now = time.monotonic()
+        back = {one.job(now): one for one in due_back}
+        found = self._router.reconsider(effects, [*back, *(replace(effects.job) for _ in range(room))])
+        if self._makes_late(found, is_likely=is_likely):
+            return True
+        if room and effects.request.has_objectives:
+            waited_s = now - effects.request.arrived
+            if self._forecast(found).misses(effects.request.slo, waited_s, is_likely=True):
+                return True
+        before = self._router.times_without(effects, list(back)) if back else {}
+        for job, one in back.items():
+            slo, times = one.request.slo, found.coming[job]
+            for limit_s, without_s, with_s in (
+                (slo.ttft_s, before[job].first_s, times.first_s),
+                (slo.e2e_s, before[job].end_s, times.end_s),
+            ):
+                if limit_s and with_s - job.ready_s > limit_s >= without_s - job.ready_s:
+                    return True
+        return False
+
+    def _may_try(self, admitted: Admitted, forecast: Forecast) -> bool:
+        """Whether a strict request may run on an idle system. If it takes too long by the costs, one at times
+        measures whether they still hold: where all requests are strict, nothing else would."""
+        slo = admitted.request.slo
+        if not missed_alone(slo, forecast.alone):
+            return True
+        now = time.monotonic()
+        if missed_alone(slo, forecast.alone, _HOPELESS) or now - self._tried_at < MEMORY_S:
+            return False
+        self._tried_at = now
+        return True
+
+    # -- refusals -------------------------------------------------------------------------------------
+
+    def _room_after_s(self, effects: Effects) -> float:
+        """Seconds after which it is likely to be admitted: half of the requests on its pod have ended."""
+        ends = sorted(times.end_s for times in self._router.times(effects).values())
+        return max(ends[len(ends) // 2], MIN_RETRY_AFTER_S) if ends else self._queue.service_s
+
+    def _why(self, request: TokenizedRequest, forecast: Forecast, missed: str, waited_s: float) -> str:
+        """The prediction, and the objective that it misses."""
+        slo, token, first, end = request.slo, forecast.tpot, forecast.first, forecast.end
+        p_first = f"p{100 * self._forecaster.first_confidence:g}"
+        p_end = f"p{100 * self._forecaster.end_confidence:g}"
+        first_text = f"the first token is predicted after {first.p50:.2f} s ({p_first} {first.high:.2f} s)"
+        end_text = f"the end is predicted after {end.p50:.2f} s ({p_end} {end.high:.2f} s)"
+        token_text = f"{token.p50 * 1000:.0f} ms per token are predicted ({p_end} {token.high * 1000:.0f} ms)"
+        after = f", after {waited_s:.2f} s that have passed," if waited_s >= _NO_WAIT_S else ""
+        return {
+            "ttft": f"{first_text}; {p_first}{after} is over the {slo.ttft_s:g} s of its objective",
+            "e2e": f"{end_text}; {p_end}{after} is over the {slo.e2e_s:g} s of its objective",
+            "tpot": f"{token_text}; {p_end} is over the {slo.tpot_s * 1000:g} ms of its objective",
+            "others": "it would make a request that was admitted before miss its objective; of its own, "
+            f"{first_text}, and {end_text}",
+            "share": f"tenant {request.tenant} asks for much, and would leave others too little room; "
+            f"{first_text}, and {end_text}",
+        }[missed]
+
+    def _plan(self, admitted: Admitted) -> Effects | None:
+        return self._router.plan(
+            admitted.request, num_places=admitted.num_places, other_tokens=admitted.other_tokens
+        )
+
+    def _forecast(self, effects: Effects) -> Forecast:
+        """The forecast, with the wait for a place."""
+        request = effects.request
+        fits = self._queue.fits(request, effects.job.num_places)
+        queue_s = 0.0 if fits else self._queue.wait_s(request)
+        return self._forecaster.on_route(request, effects.route, queue_s)
+
+
+def _key(request: TokenizedRequest, num_places: int) -> int:
+    """By which a refused request is known when it comes back."""
+    return hash((request.tenant, request.slo, num_places, request.prompt_token_ids))

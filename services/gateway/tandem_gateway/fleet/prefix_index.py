@@ -1,0 +1,46 @@
+"""Which prompts each pod probably has in its prefix cache."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from tandem_core.prefix_hash import ChainHash
+
+#: Blocks remembered per pod: 4 million tokens in blocks of 64.
+_MAX_BLOCKS_PER_POD = 65_536
+
+
+class PrefixIndex:
+    """Estimates the prefix cache of each pod: an LRU of the prompt blocks sent to it."""
+
+    def __init__(self, max_blocks_per_pod: int = _MAX_BLOCKS_PER_POD) -> None:
+        self._max_blocks = max_blocks_per_pod
+        self._seen: dict[str, OrderedDict[ChainHash, None]] = {}
+
+    def num_matching(self, target: str, hashes: Sequence[ChainHash]) -> int:
+        """Number of leading blocks of the prompt in the pod's LRU."""
+        seen = self._seen.get(target, OrderedDict())
+        count = 0
+        for block in hashes:
+            if block not in seen:
+                break
+            count += 1
+        return count
+
+    def add(self, target: str, hashes: Sequence[ChainHash]) -> None:
+        seen = self._seen.setdefault(target, OrderedDict())
+        # Last block first, so that the end of a prompt is evicted before its beginning.
+        for block in reversed(hashes):
+            seen[block] = None
+            seen.move_to_end(block)
+        while len(seen) > self._max_blocks:
+            seen.popitem(last=False)
+
+    def forget(self, target: str) -> None:
+        self._seen.pop(target, None)
+
+    def keep_only(self, targets: Collection[str]) -> None:
+        """Forgets every other pod."""
+        for target in self._seen.keys() - set(targets):
+            del self._seen[target]

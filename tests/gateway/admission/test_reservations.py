@@ -1,0 +1,348 @@
+"""Room for requests that are not here: demand of tenants, and appointments of refused clients."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from reported_pods import BATCH, SLO, ReportedSystem, request
+from still_clock import Clock
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S
+from tandem_gateway.admission.reservations import Appointments, Demand, Reservations
+
+
+def ask(demand: Demand, tenant: str, count: int = 1, work_s: float = 1.0, weight: float = 1.0) -> None:
+    for _ in range(count):
+        demand.ask(tenant, weight, work_s, has_objectives=True)
+
+
+def use(demand: Demand, tenant: str, work_s: float, weight: float = 1.0) -> None:
+    demand.ask(tenant, weight, work_s, has_objectives=False)
+    demand.charge(tenant, work_s)
+
+
+@pytest.fixture
+def demand(clock: Clock) -> Demand:
+    return Demand()
+
+
+class TestShares:
+    def test_a_tenant_alone_is_never_ahead(self, demand):
+        for _ in range(100):
+            use(demand, "noisy", 5.0)
+        assert demand.ahead_s("noisy") == 0
+        assert not demand.is_quieter("noisy")
+        assert demand.of_quieter("noisy")[1] == 0
+
+    def test_a_tenant_that_used_more_than_its_share_is_ahead_by_that(self, demand, clock):
+        use(demand, "quiet", 0.1)
+        for _ in range(10):
+            use(demand, "noisy", 1.0)
+        assert demand.ahead_s("quiet") == 0
+        assert demand.ahead_s("noisy") == pytest.approx(18.9), "ten seconds at half of the fleet, less one"
+        clock.now += 9
+        assert demand.ahead_s("noisy") == pytest.approx(10.0)
+        clock.now += 2
+        assert demand.ahead_s("noisy") == 0, "the other one is no longer active"
+
+    def test_weights_are_shares(self, demand):
+        for _ in range(10):
+            use(demand, "small", 1.0)
+            use(demand, "large", 3.0, weight=3.0)
+        ask(demand, "idle")
+        assert demand.ahead_s("small") > 10
+        assert demand.ahead_s("small") == pytest.approx(demand.ahead_s("large"), rel=0.15)
+
+    def test_tenants_that_use_the_same_are_not_ahead_however_busy_the_fleet_is(self, demand):
+        for _ in range(100):
+            for tenant in ("a", "b", "c"):
+                use(demand, tenant, 1.0)
+        assert [demand.ahead_s(tenant) for tenant in ("a", "b", "c")] == pytest.approx([0, 0, 1], abs=1)
+
+    def test_tenants_that_left_are_forgotten(self, demand, clock):
+        for number in range(1000):
+            use(demand, f"t{number}", 1.0)
+        clock.now += 11
+        use(demand, "new", 1.0)
+        clock.now += 0.001
+        use(demand, "newer", 1.0)
+        assert demand.of_quieter("none")[0] == {}
+        assert demand.ahead_s("t1") == 0.0
+
+
+class TestQuieterTenants:
+    def test_a_tenant_that_asks_for_less_than_half_is_quieter(self, demand, clock):
+        assert not demand.is_quieter("small"), "nothing is asked for"
+        for name, count in (("large", 20), ("half", 11), ("small", 2)):
+            ask(demand, name, count)
+        assert demand.is_quieter("small") and demand.is_quieter("new")
+        assert not demand.is_quieter("half") and not demand.is_quieter("large")
+        clock.now += 11.0
+        assert not demand.is_quieter("small"), "the noisy one is no longer active"
+
+    def test_a_few_requests_make_no_tenant_noisy(self, demand):
+        ask(demand, "large", 4)
+        assert not demand.is_quieter("new")
+        ask(demand, "large")
+        assert demand.is_quieter("new")
+
+    def test_work_counts_and_not_the_number_of_requests(self, demand):
+        ask(demand, "long", 6, work_s=20.0)
+        ask(demand, "short", 30, work_s=0.05)
+        assert demand.is_quieter("short") and not demand.is_quieter("long")
+        assert demand.of_quieter("short")[1] == 0
+        _, rate, work_s = demand.of_quieter("long")
+        assert (rate, work_s) == pytest.approx((3.0, 0.05))
+
+    def test_a_tenant_with_more_weight_may_ask_for_more(self, demand):
+        ask(demand, "large", 30, weight=20.0)
+        ask(demand, "small", 6)
+        assert not demand.is_quieter("small")
+        assert demand.is_quieter("large")
+
+    def test_tenants_that_ask_for_the_same_seldom_differ_by_much(self, demand, clock):
+        chance, num_quieter = random.Random(0), 0
+        for _ in range(3000):
+            clock.now += chance.expovariate(20.0)
+            ask(demand, chance.choice("ab"))
+            num_quieter += demand.is_quieter("a")
+        assert num_quieter < 0.03 * 3000
+
+    def test_a_tenant_that_begins_to_ask_for_much_is_noisy_within_seconds(self, demand, clock):
+        def pass_s(seconds: float, of_b: int) -> None:
+            for _ in range(round(10 * seconds)):
+                clock.now += 0.1
+                ask(demand, "a")
+                ask(demand, "b", of_b)
+
+        pass_s(20.0, of_b=1)
+        assert not demand.is_quieter("a")
+        pass_s(6.0, of_b=4)
+        assert demand.is_quieter("a")
+
+    def test_requests_with_objectives_of_all_tenants_are_counted_together(self, demand, clock):
+        assert demand.with_objectives() == (0.0, 0.0)
+        for _ in range(600):
+            clock.now += 0.1
+            ask(demand, "a", work_s=0.5)
+            use(demand, "b", 9.0)
+        rate, work_s = demand.with_objectives()
+        assert (rate, work_s) == pytest.approx((10.0, 0.5), rel=0.03)
+
+
+class TestRoom:
+    """A request takes 1.09 s alone, and .35 s of the pod in a full batch."""
+
+    @staticmethod
+    def room(system: ReportedSystem, reservations: Reservations, tenant: str, slo=SLO) -> int:
+        asked = request(slo, tenant=tenant)
+        return reservations.room(asked, system.plan(asked).route)
+
+    async def test_room_is_kept_for_quieter_tenants(self, system, clock):
+        queue = system.admission.queue
+        reservations = Reservations(queue)
+        work_s = system.plan(request()).route.work_s
+        for number in range(600):
+            clock.now += 0.05
+            ask(reservations.demand, "noisy", 2, work_s)
+            if number % 5 == 0:
+                ask(reservations.demand, "quiet", 1, work_s)
+        system.report(system.pods[0])
+        # Four per second, of which each stays for 1.09 s: 4.4, and four standard deviations of 2.1.
+        assert self.room(system, reservations, "noisy") == pytest.approx(13, abs=1)
+        assert self.room(system, reservations, "quiet") == 0
+        for _ in range(6):
+            queue.opened(Admitted(request(tenant="quiet")))
+        assert self.room(system, reservations, "noisy") == pytest.approx(7, abs=1), "six are here"
+
+    async def test_many_small_tenants_get_the_room_of_one_that_asks_for_as_much(self, system, clock):
+        def room(num_small: int, num_running: int) -> int:
+            queue = system.admission.queue
+            reservations = Reservations(queue)
+            for number in range(600):
+                clock.now += 0.05
+                ask(reservations.demand, "noisy", 2, 0.2)
+                if number % 5 == 0:
+                    ask(reservations.demand, f"small {number // 5 % num_small}", 1, 0.2)
+            system.report(system.pods[0])
+            here = [Admitted(request(tenant=f"small {number % num_small}")) for number in range(num_running)]
+            for one in here:
+                queue.opened(one)
+            found = self.room(system, reservations, "noisy")
+            for one in here:
+                queue.closed(one)
+            return found
+
+        assert room(20, 0) == pytest.approx(room(1, 0), abs=2)
+        assert room(20, 6) == pytest.approx(room(1, 6), abs=2)
+
+    async def test_each_of_several_pods_keeps_its_part(self, make_system):
+        rooms = []
+        for num_pods in (1, 2):
+            system = make_system(num_pods=num_pods)
+            reservations, asked = Reservations(system.admission.queue), request(tenant="noisy")
+            route = system.plan(asked).route
+            ask(reservations.demand, "noisy", 60, route.work_s)
+            ask(reservations.demand, "quiet", 20, route.work_s)
+            rooms.append(reservations.room(asked, route))
+        assert rooms == [8, 4]
+
+    async def test_clients_are_due_back_at_their_pod(self, make_system):
+        system = make_system(num_pods=2)
+        reservations, asked = Reservations(system.admission.queue), request()
+        route = system.plan(asked).route
+        reservations.appointments.returning = 1.0
+        reservations.appointments.make(1, asked, route, 1, 0.0)
+        assert len(reservations.due_back(route)) == 1
+        route.decode.healthy = False
+        elsewhere = system.plan(asked).route
+        assert elsewhere.decode is not route.decode
+        assert reservations.due_back(elsewhere) == []
+
+    async def test_it_is_never_more_than_a_batch(self, system, clock):
+        reservations = Reservations(system.admission.queue)
+        for _ in range(1000):
+            ask(reservations.demand, "noisy", 3, 0.2)
+            ask(reservations.demand, "quiet", 1, 0.2)
+        assert self.room(system, reservations, "noisy") == 16
+
+    async def test_best_effort_requests_leave_room_for_those_with_objectives(self, system):
+        reservations = Reservations(system.admission.queue)
+        work_s = system.plan(request()).route.work_s
+        assert self.room(system, reservations, "default", BATCH) == 0
+        # Two per second, of which each stays for 1.09 s: two, and one standard deviation.
+        ask(reservations.demand, "default", 20, work_s)
+        assert self.room(system, reservations, "default", BATCH) == pytest.approx(4, abs=1)
+        assert self.room(system, reservations, "default") == 0
+        for _ in range(4):
+            system.admission.queue.opened(Admitted(request()))
+        assert self.room(system, reservations, "default", BATCH) == 0
+
+
+class Diary:
+    """Appointments of one system: each client's work takes as long as half of all work would take it."""
+
+    def __init__(self, system: ReportedSystem, clock: Clock) -> None:
+        self.appointments = Appointments()
+        self._clock, self._began = clock, clock.now
+        self._asked = request()
+        self._route = system.plan(self._asked).route
+
+    @property
+    def length_s(self) -> float:
+        """The time between two clients at the beginning."""
+        return self._route.work_s
+
+    def make(self, key: int, after_s: float, num_places: int = 1) -> float:
+        """Returns when the client is due, in seconds since the beginning."""
+        asked = request(request_id=str(key), num_prompt=1)
+        retry_s = self.appointments.make(key, asked, self._route, num_places, after_s)
+        return self._clock.now - self._began + retry_s
+
+    def keep(self, key: int) -> bool:
+        return self.appointments.keep(key)
+
+    def near(self) -> list[str]:
+        return [one.request.request_id for one in self.appointments.near()]
+
+
+@pytest.fixture
+async def diary(system: ReportedSystem, clock: Clock) -> Diary:
+    return Diary(system, clock)
+
+
+class TestAppointments:
+    async def test_clients_come_one_after_the_other(self, diary):
+        due = [diary.make(key, 5.0) for key in range(3)]
+        assert due == pytest.approx([5.0, 5.0 + diary.length_s, 5.0 + 2 * diary.length_s])
+
+    async def test_several_choices_take_longer(self, diary):
+        diary.make(1, 5.0, num_places=4)
+        assert diary.make(2, 5.0) == pytest.approx(5.0 + 4 * diary.length_s)
+
+    async def test_a_client_finds_its_room_around_its_time_and_once(self, diary, clock):
+        diary.make(7, 5.0)
+        clock.now += 3.9
+        assert not diary.keep(7), "1.1 s too early"
+        clock.now += 0.2
+        assert not diary.keep(9)
+        assert diary.keep(7)
+        assert not diary.keep(7)
+
+    async def test_it_finds_its_room_until_a_second_later(self, diary, clock):
+        diary.make(7, 5.0)
+        diary.make(8, 5.0)
+        clock.now += 5.9
+        assert diary.keep(7)
+        clock.now += 0.5
+        assert not diary.keep(8)
+
+    async def test_equal_requests_have_an_appointment_each(self, diary, clock):
+        assert diary.make(1, 90.0) == 90.0
+        assert diary.make(1, 5.0) == 5.0, "the same request, of a client that may come earlier"
+        clock.now += 5.0
+        assert diary.keep(1)
+        assert not diary.keep(1), "the other one's time has not come"
+        clock.now += 85.0
+        assert diary.keep(1)
+
+    async def test_an_appointment_far_ahead_delays_none_that_may_come_earlier(self, diary):
+        length_s = diary.length_s
+        assert diary.make(1, 90.0) == 90.0
+        assert diary.make(2, 1.0) == 1.0
+        assert diary.make(3, 1.0) == pytest.approx(1.0 + length_s)
+        between = diary.make(4, 90.0 - length_s / 2)
+        assert between == pytest.approx(90.0 + length_s), "the time before the first one is too short"
+
+    async def test_room_is_kept_shortly_before_and_for_as_many_as_are_likely_to_come(self, diary, clock):
+        for number in range(40):  # so all are likely to come
+            diary.make(number, 0.0)
+            assert diary.keep(number)
+            clock.now += 3.0
+        for number, after_s in ((100, 1.0), (101, 2.5), (102, 4.5), (103, 30.0)):
+            diary.make(number, after_s)
+        assert diary.near() == ["100"]
+        clock.now += 1.0
+        assert diary.near() == ["100", "101"]
+        assert diary.keep(100)
+        clock.now += 2.0
+        assert diary.near() == ["101", "102"]
+        clock.now += 1.0
+        assert diary.near() == ["102"], "the other one is too late"
+
+    async def test_half_of_the_clients_are_expected_at_first(self, diary):
+        for number in range(4):
+            diary.make(number, 0.0)
+        assert diary.near() == ["0", "1"]
+
+    async def test_clients_that_do_not_come_leave_their_room_to_others(self, diary, clock):
+        for number in range(50):
+            diary.make(number, 0.0)
+        clock.now += 100
+        first = diary.make(100, 0.0)
+        assert diary.make(101, 0.0) - first < 0.1 * diary.length_s
+        assert diary.near() == []
+
+    async def test_a_time_is_never_further_ahead_than_the_longest_retry_after(self, diary, clock):
+        assert diary.make(0, 1e9) == MAX_RETRY_AFTER_S
+        for number in range(5000):
+            due = diary.make(number, 0.0, num_places=10)
+        assert due == MAX_RETRY_AFTER_S
+
+    async def test_appointments_are_bounded_and_keep_no_prompts(self, diary, clock):
+        for number in range(4200):
+            diary.make(number, 1.5, num_places=0)  # takes no time
+        near = diary.appointments.near()
+        assert len(near) == 2048, "half of 4096"
+        assert all(one.request.prompt_token_ids == () for one in near)
+        assert not diary.appointments.keep(4150)
+        clock.now += 10
+        assert diary.near() == []
+
+    async def test_a_missed_appointment_is_forgotten(self, diary, clock):
+        diary.make(1, 5.0)
+        clock.now += 6.5
+        assert diary.near() == []
+        assert not diary.keep(1)
+        assert diary.make(2, 0.0) == pytest.approx(6.5), "nothing is in its way"
