@@ -323,7 +323,9 @@ class TestBestEffort:
 
     async def test_a_noisy_tenant_is_due_later(self, system):
         for tenant in ("quiet", *["noisy"] * 50):
-            system.decide(request(BATCH, tenant=tenant))
+            admitted = system.decide(request(BATCH, tenant=tenant))
+            system.admission.gate.began(admitted)
+            admitted.placed.leave()
         noisy, quiet = (system.decide(request(BATCH, tenant=tenant)).request for tenant in ("noisy", "quiet"))
         assert noisy.due - noisy.arrived > DEFAULT_DUE_S + 1
         assert quiet.due - quiet.arrived == DEFAULT_DUE_S

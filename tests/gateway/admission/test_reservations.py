@@ -194,11 +194,11 @@ class TestRoom:
         route = system.plan(asked).route
         reservations.appointments.returning = 1.0
         reservations.appointments.make(1, asked, route, 1, 0.0)
-        assert len(reservations.due_back(route)) == 1
+        assert len(reservations.due_back("default", route)) == 1
         route.decode.healthy = False
         elsewhere = system.plan(asked).route
         assert elsewhere.decode is not route.decode
-        assert reservations.due_back(elsewhere) == []
+        assert reservations.due_back("default", elsewhere) == []
 
     async def test_it_is_never_more_than_a_batch(self, system, clock):
         reservations = Reservations(system.admission.queue)
@@ -227,24 +227,24 @@ class Diary:
         self.appointments = Appointments()
         self._clock, self._began = clock, clock.now
         self._asked = request()
-        self._route = system.plan(self._asked).route
+        self.route = system.plan(self._asked).route
 
     @property
     def length_s(self) -> float:
         """The time between two clients at the beginning."""
-        return self._route.work_s
+        return self.route.work_s
 
     def make(self, key: int, after_s: float, num_places: int = 1) -> float:
         """Returns when the client is due, in seconds since the beginning."""
         asked = request(request_id=str(key), num_prompt=1)
-        retry_s = self.appointments.make(key, asked, self._route, num_places, after_s)
+        retry_s = self.appointments.make(key, asked, self.route, num_places, after_s)
         return self._clock.now - self._began + retry_s
 
     def keep(self, key: int) -> bool:
         return self.appointments.keep(key)
 
     def near(self) -> list[str]:
-        return [one.request.request_id for one in self.appointments.near()]
+        return [str(one.key) for one in self.appointments.near()]
 
 
 @pytest.fixture
@@ -330,15 +330,21 @@ class TestAppointments:
             due = diary.make(number, 0.0, num_places=10)
         assert due == MAX_RETRY_AFTER_S
 
-    async def test_appointments_are_bounded_and_keep_no_prompts(self, diary, clock):
+    async def test_appointments_are_bounded(self, diary, clock):
         for number in range(4200):
             diary.make(number, 1.5, num_places=0)  # takes no time
         near = diary.appointments.near()
         assert len(near) == 2048, "half of 4096"
-        assert all(one.request.prompt_token_ids == () for one in near)
         assert not diary.appointments.keep(4150)
         clock.now += 10
         assert diary.near() == []
+
+    async def test_the_line_of_a_tenant_does_not_delay_another(self, diary):
+        for number in range(500):
+            diary.make(number, 1.0)
+        asked = request(tenant="other", num_prompt=1)
+        retry_s = diary.appointments.make(1000, asked, diary.route, 1, 1.0)
+        assert retry_s == 1.0
 
     async def test_a_missed_appointment_is_forgotten(self, diary, clock):
         diary.make(1, 5.0)

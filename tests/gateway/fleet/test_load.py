@@ -239,3 +239,14 @@ def test_a_track_includes_the_requests_that_came_meanwhile() -> None:
     assert (track.changed_at, track.left_s, track.model_s) == (1001.0, 6.0, 7.0)
     track.change(1003.0, 3.5, 3.5)
     assert track.model_s == 7.0, "a request that changes nothing"
+
+
+async def test_a_resumed_answer_has_its_rest_left(make_pod: MakePod) -> None:
+    request = replace(request_of(range(1000), max_tokens=100), output_token_ids=(7,) * 90)
+    effects = router_over(make_pod("a")).plan(request)
+    assert effects is not None
+    placed = Placed(request)
+    placed.move(effects.route)
+    (job,) = effects.route.decode.works.jobs({}).values()
+    assert (job.num_tokens, job.stop) == (10, 1090)
+    assert effects.job.num_tokens == 10

@@ -94,7 +94,6 @@ class Gate:
         admitted.effects = effects
         if request.has_objectives and request.due_s is None:
             self._check(admitted, effects, key)
-        demand.charge(request.tenant, work_s)
         admitted.forecast = self._forecast(effects)
         return admitted
 
@@ -109,7 +108,7 @@ class Gate:
             return True
         if self._makes_late(effects) or self._leaves_too_little(
             effects,
-            self._reservations.due_back(effects.route),
+            self._reservations.due_back(effects.request.tenant, effects.route),
             self._reservations.room(request, effects.route),
         ):
             return False
@@ -131,6 +130,8 @@ class Gate:
             if other.end is not None and after.end_s > -math.inf:
                 other.end.change(now, before.end_s, after.end_s)
         placed.move(effects.route)
+        work_s = admitted.num_places * effects.route.work_s
+        self._reservations.demand.charge(admitted.request.tenant, work_s)
 
     def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
         """The median for a new prompt of this length that has a place; NaN without a decode pod."""
@@ -178,7 +179,7 @@ class Gate:
         """ "others": it would make one late; "share": it leaves quieter tenants too little room; ""."""
         if self._makes_late(effects, is_likely=is_likely):
             return "others"
-        due_back = [] if is_returning else self._reservations.due_back(effects.route)
+        due_back = [] if is_returning else self._reservations.due_back(effects.request.tenant, effects.route)
         if self._leaves_too_little(effects, due_back, 0, is_likely=is_likely):
             return "others"
         room = self._reservations.room(effects.request, effects.route)
@@ -221,7 +222,7 @@ class Gate:
                 return True
         before = self._router.times_without(effects, list(back)) if back else {}
         for job, one in back.items():
-            slo, times = one.request.slo, found.coming[job]
+            slo, times = one.slo, found.coming[job]
             for limit_s, without_s, with_s in (
                 (slo.ttft_s, before[job].first_s, times.first_s),
                 (slo.e2e_s, before[job].end_s, times.end_s),

@@ -147,9 +147,16 @@ class Queue:
         return self._first if admitted.request.has_objectives else self._last
 
     def is_behind_others(self, admitted: Admitted) -> bool:
-        """Whether a request of its kind with an earlier deadline waits, whose place it would take."""
-        first = _first(self._queue_of(admitted))
-        return first is not None and first.due <= admitted.request.due
+        """Whether a request with an earlier deadline waits whose place it would take: one of its kind, or one
+        for which too few places are free."""
+        own = self._queue_of(admitted)
+        for queue in (self._first, self._last):
+            first = _first(queue)
+            if first is None or first.due > admitted.request.due:
+                continue
+            if queue is own or not self._has_room(first.admitted.num_places):
+                return True
+        return False
 
     def next_waiting(self, may_begin: Callable[[Admitted], bool]) -> Waiter | None:
         """Takes the request that has a place and the earliest deadline out of the queue. A request for which

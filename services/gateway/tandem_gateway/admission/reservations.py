@@ -8,11 +8,12 @@ import time
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from operator import attrgetter
 
 from tandem_core.pod_model import Job
+from tandem_core.slo import SloTarget
 
 from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S, Queue
 from tandem_gateway.fleet.routing import Route
@@ -92,8 +93,10 @@ class Demand:
         tenant.ask(now, work_s)
 
     def charge(self, name: str, work_s: float) -> None:
-        """A request that asked was admitted."""
-        now, tenant = self._forget(), self._tenants[name]
+        """A request began; nothing happens if its tenant has asked for nothing lately."""
+        now, tenant = self._forget(), self._tenants.get(name)
+        if tenant is None:
+            return
         total = sum([one.weight for one in self._tenants.values()])
         tenant.finish = max(tenant.finish, now) + work_s * total / tenant.weight
 
@@ -142,8 +145,10 @@ class Appointment:
     """The time at which a refused client may come back."""
 
     key: int
-    #: Without its prompt: many may be expected.
-    request: TokenizedRequest
+    tenant: str
+    slo: SloTarget
+    #: Seconds from its arrival until its first token is due.
+    due_s: float
     route: Route
     num_places: int
     #: Monotonic seconds from which it is expected, and until which its work takes the share of appointments.
@@ -155,7 +160,7 @@ class Appointment:
         """Its future work on its decode pod."""
         route, ready_s = self.route, max(self.at - now, 0.0)
         start = route.start if route.is_local else route.stop
-        due = now + ready_s + self.request.due - self.request.arrived
+        due = now + ready_s + self.due_s
         return Job(due, start, route.stop, route.num_output, route.context, self.num_places, ready_s)
 
 
@@ -163,8 +168,9 @@ _at = attrgetter("at")
 
 
 class Appointments:
-    """When refused clients come back: one after the other, each when the work of those before it can be done
-    in addition to that of new clients. Belongs to one event loop."""
+    """When refused clients come back: those of a tenant one after the other, each when the work of those
+    before it can be done in addition to that of new clients. Tenants share the machine equally, so the line
+    of one does not delay another. Belongs to one event loop."""
 
     def __init__(self) -> None:
         #: By content of the request, since equal requests are common; all of them in order of their times.
@@ -179,15 +185,17 @@ class Appointments:
         """Returns seconds until the first free time after `after_s`, and remembers what is expected then,
         unless that is far ahead or as many are expected as can be."""
         self._forget_missed()
-        now, length = time.monotonic(), num_places * route.work_s * self.returning / _SHARE_OF_RETURNING
+        now, num_tenants = time.monotonic(), len({*(one.tenant for one in self._order), request.tenant})
+        length = num_places * route.work_s * self.returning / _SHARE_OF_RETURNING * num_tenants
         at = now + min(after_s, MAX_RETRY_AFTER_S)
         for other in self._order:
-            if other.until > at:
+            if other.tenant == request.tenant and other.until > at:
                 if other.at >= at + length:
                     break
                 at = other.until
         if at < now + MAX_RETRY_AFTER_S and len(self._order) < _MOST_APPOINTMENTS:
-            made = Appointment(key, replace(request, prompt_token_ids=()), route, num_places, at, at + length)
+            due_s = request.due - request.arrived
+            made = Appointment(key, request.tenant, request.slo, due_s, route, num_places, at, at + length)
             insort(self._open[key], made, key=_at)
             insort(self._order, made, key=_at)
         return min(at - now, MAX_RETRY_AFTER_S)
@@ -233,9 +241,16 @@ class Reservations:
         self.demand = Demand()
         self.appointments = Appointments()
 
-    def due_back(self, route: Route) -> list[Appointment]:
-        """Clients that are due back at the route's decode pod."""
-        return [one for one in self.appointments.near() if one.route.decode is route.decode]
+    def due_back(self, tenant: str, route: Route) -> list[Appointment]:
+        """The first clients that are due back at the route's decode pod, at most a full batch. A quieter
+        tenant leaves no room for the clients of others."""
+        is_quieter = self.demand.is_quieter(tenant)
+        due = [
+            one
+            for one in self.appointments.near()
+            if one.route.decode is route.decode and (one.tenant == tenant or not is_quieter)
+        ]
+        return due[: route.decode.load.model.max_batch]
 
     def room(self, request: TokenizedRequest, route: Route) -> int:
         """Requests like this one for which its decode pod needs room meanwhile: those of quieter tenants, and

@@ -401,7 +401,8 @@ class Gateway:
                                 break  # the last event is sent after the places are released
                         elif choice.relayed(len(event.token_ids)):
                             is_first = admitted.first_at is None
-                            admitted.placed.gained(choice.num_tokens, choice.first_at)
+                            num_before = len(choice.request.output_token_ids)
+                            admitted.placed.gained(num_before + choice.num_tokens, choice.first_at)
                             if is_first:
                                 self._admission.started(admitted)
                         yield event

@@ -181,7 +181,7 @@ class Relay:
                                 num_crashed = num_crashed_before + event.prefill_crashes
                                 self._check_crashes(num_crashed, len(tokens))
                             others = failed.union(too_small, (route.decode.target,))
-                            if event.draining and self._router.plan(request, others) is not None:
+                            if event.draining and self._router.has_decode_pod(others):
                                 kv_source = route.decode.target
                                 raise _LostError("it is draining", LossCause.DRAINING, accepted=True)
                             continue

@@ -263,14 +263,17 @@ class Placed:
     other_tokens: int = 0
     #: None: no pod was there yet.
     route: Route | None = None
-    #: Output tokens so far.
-    num_tokens: int = 0
+    #: Output tokens so far, with those of an answer that is resumed.
+    num_tokens: int = field(init=False)
     #: Monotonic seconds; None: not yet.
     first_at: float | None = None
     #: Predictions of the first token and of the end.
     first: Track | None = None
     end: Track | None = None
     _works: list[tuple[PodWorks, Work]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.request.output_token_ids)
 
     def move(self, route: Route) -> None:
         """It goes to these pods."""

@@ -82,9 +82,8 @@ class Route:
     @property
     def is_known(self) -> bool:
         """Whether the pods have measured their costs, and reported them lately."""
-        return self.computes_prompt.works.load.knows_prompts and all(
-            pod.is_fresh for pod in (self.decode, self.computes_prompt)
-        )
+        knows_costs = self.computes_prompt.works.load.knows_prompts and self.decode.works.load.knows_texts
+        return knows_costs and self.decode.is_fresh and self.computes_prompt.is_fresh
 
     @property
     def is_local(self) -> bool:
@@ -121,7 +120,8 @@ class Route:
 
     def works(self, placed: Placed) -> Iterator[tuple[PodWorks, Work]]:
         """What its pods have to do for the request, the decode pod first."""
-        start, stop = self.start, self.stop + placed.other_tokens
+        # Another pod computes the answer so far like a prompt.
+        start, stop = self.start, self.stop + placed.other_tokens + placed.num_tokens
         decode = Work(
             placed.request.due,
             start if self.is_local else stop,
@@ -263,6 +263,10 @@ class Router:
             ),
         )
 
+    def has_decode_pod(self, excluded: frozenset[str]) -> bool:
+        """Whether a healthy decode pod is not in `excluded`."""
+        return any(pod.target not in excluded for pod in self._fleet.healthy(Role.DECODE))
+
     def reconsider(self, effects: Effects, coming: Sequence[Job]) -> Effects:
         """Predicts the request on the same pods again, next to jobs that may come to its decode pod."""
         return _on_route(effects, coming)
@@ -331,12 +335,13 @@ class _Prompt:
 def _first_look(
     moment: _Moment, route: Route, request: TokenizedRequest, num_places: int, other_tokens: int
 ) -> Effects:
-    stop = route.stop + other_tokens
+    num_before = len(request.output_token_ids)
+    stop = route.stop + other_tokens + num_before
     job = Job(
         request.due,
         route.start if route.is_local else stop,
         stop,
-        max(route.num_output - (not route.is_local), 1),
+        max(route.tokens_left(num_before) - (not route.is_local), 1),
         route.context,
         num_places,
         0.0,
