@@ -69,6 +69,7 @@ def test_no_request_fails_and_no_text_changes(
         running = [pool.submit(complete, fleet, prompt, decoding.set) for prompt in prompts]
         # One request decodes, the others are still with the prefill pod or on their way from it.
         assert decoding.wait(60)
+        wait_until(lambda: _num_requests(fleet) == 3, limit_s=10, interval_s=0.01)
         pid = fleet.pid(what)
         os.kill(pid, fault)
         under_fire = [future.result() for future in running]
@@ -90,6 +91,12 @@ def test_no_request_fails_and_no_text_changes(
 def test_a_prefill_pod_that_is_back_is_used_again(fleet: RunningFleet, corpus) -> None:
     _, receipt = complete(fleet, "Never seen before. " + corpus.prompt(99, 3000))
     assert receipt.prefill_pod == "prefill-0"
+
+
+def _num_requests(fleet: RunningFleet) -> int:
+    """Requests that the decode pod has accepted."""
+    usage = fleet.usage()["decode-0"]
+    return usage.requests_waiting + usage.requests_running
 
 
 def _wait_back(fleet: RunningFleet, what: str, killed: int) -> None:
