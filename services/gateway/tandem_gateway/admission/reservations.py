@@ -260,7 +260,8 @@ class Reservations:
         deviations more, without those that run.
         """
         quiet, rate, work_s = self.demand.of_quieter(request.tenant)
-        num_running = sum([self._queue.of_tenant.get(tenant, 0) for tenant in quiet])
+        # Those that wait without objectives take no room.
+        num_running = sum([self._queue.with_objectives.get(tenant, 0) for tenant in quiet])
         work = _missing(rate * route.end_s, _DEVIATIONS, num_running) * work_s
         if not request.has_objectives:
             rate, work_s = self.demand.with_objectives()
