@@ -406,6 +406,17 @@ class TestNoisyTenants:
             system.decide(request(LOOSE, tenant="quiet"))
             refusal(system, request(LOOSE, tenant="noisy"))
 
+    async def test_requests_of_a_quieter_tenant_are_due_earlier(self, system):
+        for number in range(20):
+            system.decide(request(LOOSE, tenant="quiet" if number % 5 == 0 else "noisy"))
+        due_s = {}
+        for tenant in ("quiet", "noisy"):
+            admitted = system.decide(request(LOOSE, tenant=tenant))
+            due_s[tenant] = admitted.request.due - admitted.request.arrived
+        own_s = LOOSE.ttft_s or LOOSE.e2e_s
+        assert due_s["noisy"] == own_s
+        assert due_s["quiet"] == max(own_s / 4, own_s - 5.0)
+
     async def test_on_an_idle_system_a_noisy_tenant_is_not_refused(self, system):
         for number in range(100):
             system.decide(request(LOOSE, tenant="quiet" if number % 5 == 0 else "noisy"))
