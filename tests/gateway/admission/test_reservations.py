@@ -155,6 +155,9 @@ class TestRoom:
         for _ in range(6):
             queue.opened(Admitted(request(tenant="quiet")))
         assert self.room(system, reservations, "noisy") == pytest.approx(7, abs=1), "six are here"
+        for _ in range(6):
+            queue.opened(Admitted(request(BATCH, tenant="quiet")))
+        assert self.room(system, reservations, "noisy") == pytest.approx(7, abs=1), "best effort waits"
 
     async def test_many_small_tenants_get_the_room_of_one_that_asks_for_as_much(self, system, clock):
         def room(num_small: int, num_running: int) -> int:
