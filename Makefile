@@ -25,7 +25,7 @@ OBSERVE ?=
 # Extra flags of pytest, e.g. `make test TEST="tests/cli -x"`.
 TEST ?=
 
-# Of mypy, not asked of benchmarks: these are about annotations that are missing or say too little.
+# Checks of mypy that benchmarks need not pass: they concern missing or imprecise annotations.
 LENIENT := misc no-untyped-call no-any-return untyped-decorator var-annotated import-not-found import-untyped union-attr index assignment
 
 .PHONY: help venv serve test test-all bench-engine bench-slo bench-kernels bench-gpu observe observability lint format types imports proto proto-check buf check clean

@@ -65,7 +65,7 @@ from tandem_engine.llm import LLM, Completion
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MAX_TOKENS = 400
-#: Of BY_HAND, what tools and extractors of a shop ask for.
+#: The schemas of BY_HAND that tools and extractors of a shop use.
 SPEED_SCHEMAS = (
     "cancel order", "exchange items", "address", "flight search", "charge", "invoice", "pydantic order",
     "kubernetes container",
@@ -180,7 +180,7 @@ def guided_outcomes(
 
 
 def judge(piece: Piece, run: Run, tokenizer: Tokenizer) -> Iterator[str]:
-    """Of each answer that ended before its limit: why it is no instance of its schema, or ""."""
+    """For each answer that ended before its limit, why it violates its schema, or ""."""
     for text, sampling in zip(run.texts, piece.sampling, strict=True):
         if sampling.guide is not None and text[-1] in tokenizer.manifest.eos_token_ids:
             found = fault(json.loads(sampling.guide.source), tokenizer.decode(text[:-1]))
@@ -193,7 +193,7 @@ def judge(piece: Piece, run: Run, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 class Speed(NamedTuple):
-    """Of all answers of a round."""
+    """The figures of all answers of a round."""
 
     tokens_per_second: float
     tokens_per_step: float

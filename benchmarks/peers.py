@@ -358,7 +358,7 @@ def _free_port() -> int:
 
 
 def _free_fleet_port(model_dir: Path) -> int:
-    """Of the gateway; the pods' ports start 100 above it."""
+    """A free port for the gateway; the pods' ports start 100 above it."""
     for port in range(20600, 31000, 430):
         try:
             plan = FleetOptions(model_dir, http_port=port, grpc_port=port + 1, base_port=port + 100)

@@ -71,7 +71,7 @@ PROMPTS = [Load(f"prompts of {n}", n, 2, 2) for n in (250, 450, 650, 1000, 1800)
 TEXTS = [
     Load("1 text", 100, 48, 1),
     Load("4 texts", 100, 48, 4, concurrency=4),
-    # Else what a cached token costs would be known from short texts alone.
+    # Without it, the cost of a cached token would come from short texts only.
     Load("4 long texts", 900, 32, 4, concurrency=4),
     Load("12 texts", 100, 32, 12, concurrency=12),
 ]
@@ -139,7 +139,7 @@ class Sender:
 
     def run(self, load: Load) -> Run:
         before_s = self._reference_s or self._measure_reference()
-        # The same times of a load on all fleets.
+        # All fleets get a load at the same times.
         seed = [*CALIBRATION, *LOADS].index(load)
         records = self._send(load, seed)
         pods = _pods(self._target)
@@ -199,7 +199,7 @@ def _run(
 
 
 def predict(plan: FleetPlan, requests: Sequence[Measured]) -> list[Measured]:
-    """The same requests, in a simulation of `tandem plan`."""
+    """These requests with the times that `tandem plan` predicts."""
     planned = [PlannedRequest(r.sent_s, r.prompt_tokens, 0, r.output_tokens) for r in requests]
     return [
         replace(request, ttft_s=outcome.ttft_s, e2e_s=outcome.e2e_s)
@@ -282,7 +282,7 @@ def _p90(values: list[float]) -> float:
     return sorted(values)[math.ceil(0.9 * len(values)) - 1]
 
 
-#: Of a load's requests.
+#: A figure computed from a load's requests.
 Figure: TypeAlias = Callable[[Sequence[Measured]], float]
 FIGURES: dict[str, Figure] = {
     "TTFT s, mean": lambda rs: mean(r.ttft_s for r in rs),
@@ -360,7 +360,7 @@ def report(rounds: Sequence[Sequence[Run]]) -> tuple[str, str]:
     within, raw_within = (sum(error <= 0.15 for error in some) for some in (errors, raw))
 
     def gain(load: Load, which: str) -> float:
-        """Of mean E2E, without a prefill pod."""
+        """Mean E2E with a prefill pod, divided by that without one."""
         with_one, without = (getattr(cells[load, fleet], which)["E2E s, mean"] for fleet in FLEETS)
         return float(with_one / without)
 
