@@ -457,5 +457,5 @@ async def test_no_place_or_work_is_left_behind(make_system, clock, seed):
     assert all(task.cancelled() or task.exception() is None for task in tasks)
     assert {"ok", "OverloadedError", "DeadlineError"} <= set(outcomes)
     assert (queue.num_in_flight, queue.num_waiting, system.admission.open_requests()) == (0, 0, [])
-    assert not queue.of_tenant and not queue.with_objectives
+    assert not queue.of_tenant
     assert not any(pod.works.all for pod in system.pods)

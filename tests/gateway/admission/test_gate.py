@@ -314,7 +314,7 @@ class TestBestEffort:
 
     async def test_it_waits_next_to_requests_that_are_expected(self, system):
         """Next to one more the end of the one that runs is in time, next to several it is not."""
-        async with system.running(request(SloTarget("chat", e2e_s=1.9)), num_tokens=1):
+        async with system.running(request(SloTarget("chat", e2e_s=2.4)), num_tokens=1):
             waits = system.decide(request(BATCH))
             assert system.admission.gate.may_begin(waits)
             for _ in range(60):
@@ -406,20 +406,9 @@ class TestNoisyTenants:
             system.decide(request(LOOSE, tenant="quiet"))
             refusal(system, request(LOOSE, tenant="noisy"))
 
-    async def test_requests_of_a_quieter_tenant_are_due_earlier(self, system):
-        for number in range(20):
-            system.decide(request(LOOSE, tenant="quiet" if number % 5 == 0 else "noisy"))
-        due_s = {}
-        for tenant in ("quiet", "noisy"):
-            admitted = system.decide(request(LOOSE, tenant=tenant))
-            due_s[tenant] = admitted.request.due - admitted.request.arrived
-        own_s = LOOSE.ttft_s or LOOSE.e2e_s
-        assert due_s["noisy"] == own_s
-        assert due_s["quiet"] == max(own_s / 4, own_s - 5.0)
-
     async def test_on_an_idle_system_a_noisy_tenant_is_not_refused(self, system):
         for number in range(100):
-            system.decide(request(LOOSE, tenant="quiet" if number % 5 == 0 else "noisy"))
+            system.decide(request(LOOSE, tenant="quiet" if number % 25 == 0 else "noisy"))
         tight = SloTarget("chat", ttft_s=0.2, e2e_s=1.5)
         system.decide(request(tight, tenant="noisy"))
         async with system.running(request(BATCH), num_tokens=1):
@@ -430,7 +419,7 @@ class TestNoisyTenants:
         async with system.running(request(LOOSE), num_tokens=1):
             system.decide(request(slo, tenant="noisy"))
             for number in range(100):
-                system.decide(request(LOOSE, tenant="quiet" if number % 5 == 0 else "noisy"))
+                system.decide(request(LOOSE, tenant="quiet" if number % 25 == 0 else "noisy"))
             with pytest.raises(OverloadedError, match="tenant noisy asks for much") as info:
                 system.decide(request(slo, tenant="noisy"))
             assert info.value.reason is RefusalReason.SHARE

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 from reported_pods import BATCH, SLO, ReportedSystem, request
 from still_clock import Clock
-from tandem_gateway.admission.admitted import Admitted
+from tandem_core.pod_model import Job
 from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S
 from tandem_gateway.admission.reservations import Appointments, Demand, Reservations
 
@@ -33,7 +34,7 @@ class TestShares:
             use(demand, "noisy", 5.0)
         assert demand.ahead_s("noisy") == 0
         assert not demand.is_quieter("noisy")
-        assert demand.of_quieter("noisy")[1] == 0
+        assert demand.before("noisy", has_objectives=True) == 0
 
     def test_a_tenant_that_used_more_than_its_share_is_ahead_by_that(self, demand, clock):
         use(demand, "quiet", 0.1)
@@ -67,8 +68,9 @@ class TestShares:
         use(demand, "new", 1.0)
         clock.now += 0.001
         use(demand, "newer", 1.0)
-        assert demand.of_quieter("none")[0] == {}
         assert demand.ahead_s("t1") == 0.0
+        ask(demand, "noisy", 10)
+        assert demand.before("noisy", has_objectives=True) == 0
 
 
 class TestQuieterTenants:
@@ -91,9 +93,8 @@ class TestQuieterTenants:
         ask(demand, "long", 6, work_s=20.0)
         ask(demand, "short", 30, work_s=0.05)
         assert demand.is_quieter("short") and not demand.is_quieter("long")
-        assert demand.of_quieter("short")[1] == 0
-        _, rate, work_s = demand.of_quieter("long")
-        assert (rate, work_s) == pytest.approx((3.0, 0.05))
+        assert demand.before("short", has_objectives=True) == 0
+        assert demand.before("long", has_objectives=True) == pytest.approx(30 * 0.05 / 2)
 
     def test_a_tenant_with_more_weight_may_ask_for_more(self, demand):
         ask(demand, "large", 30, weight=20.0)
@@ -109,91 +110,119 @@ class TestQuieterTenants:
             num_quieter += demand.is_quieter("a")
         assert num_quieter < 0.03 * 3000
 
-    def test_a_tenant_that_begins_to_ask_for_much_is_noisy_within_seconds(self, demand, clock):
+    @pytest.mark.parametrize(("period_s", "within_s"), [(0.1, 6.0), (0.03, 0.9)])
+    def test_a_tenant_that_begins_to_ask_for_much_is_noisy_soon(self, demand, clock, period_s, within_s):
         def pass_s(seconds: float, of_b: int) -> None:
-            for _ in range(round(10 * seconds)):
-                clock.now += 0.1
+            for _ in range(round(seconds / period_s)):
+                clock.now += period_s
                 ask(demand, "a")
                 ask(demand, "b", of_b)
 
         pass_s(20.0, of_b=1)
         assert not demand.is_quieter("a")
-        pass_s(6.0, of_b=4)
-        assert demand.is_quieter("a")
+        pass_s(within_s, of_b=4)
+        assert demand.is_quieter("a"), "the more it asks, the sooner"
 
-    def test_requests_with_objectives_of_all_tenants_are_counted_together(self, demand, clock):
-        assert demand.with_objectives() == (0.0, 0.0)
+    def test_many_requests_at_once_are_no_noise_of_a_tenant_that_asked_for_less(self, demand, clock):
+        for _ in range(200):
+            clock.now += 0.1
+            ask(demand, "large")
+        ask(demand, "small", 40)
+        assert not demand.is_quieter("large")
+
+    def test_requests_with_objectives_of_all_tenants_come_before_best_effort(self, demand, clock):
         for _ in range(600):
             clock.now += 0.1
             ask(demand, "a", work_s=0.5)
-            use(demand, "b", 9.0)
-        rate, work_s = demand.with_objectives()
-        assert (rate, work_s) == pytest.approx((10.0, 0.5), rel=0.03)
+            use(demand, "b", 0.5)
+        assert demand.before("a", has_objectives=False) == pytest.approx(5.0, rel=0.03)
+        assert demand.before("b", has_objectives=False) == pytest.approx(5.0, rel=0.03)
+        assert demand.before("a", has_objectives=True) == 0
 
 
-class TestRoom:
+class TestExpectedRequests:
     """A request takes 1.09 s alone, and .35 s of the pod in a full batch."""
 
     @staticmethod
-    def room(system: ReportedSystem, reservations: Reservations, tenant: str, slo=SLO) -> int:
-        asked = request(slo, tenant=tenant)
-        return reservations.room(asked, system.plan(asked).route)
+    def expected(
+        system: ReportedSystem, reservations: Reservations, tenant: str, slo=SLO, **fields: object
+    ) -> list[Job]:
+        asked = request(slo, tenant=tenant, **fields)
+        return reservations.expected(asked, system.plan(asked).route)
 
-    async def test_room_is_kept_for_quieter_tenants(self, system, clock):
-        queue = system.admission.queue
-        reservations = Reservations(queue)
+    def number(self, *args: object, **fields: object) -> int:
+        return sum(job.num_places for job in self.expected(*args, **fields))
+
+    async def test_a_noisy_tenant_expects_what_quieter_ones_ask_for_until_it_is_due(self, system, clock):
+        reservations = Reservations()
         work_s = system.plan(request()).route.work_s
         for number in range(600):
             clock.now += 0.05
             ask(reservations.demand, "noisy", 2, work_s)
             if number % 5 == 0:
                 ask(reservations.demand, "quiet", 1, work_s)
+                use(reservations.demand, "quiet", 0.2 * work_s)
         system.report(system.pods[0])
-        # Four per second, of which each stays for 1.09 s: 4.4, and four standard deviations of 2.1.
-        assert self.room(system, reservations, "noisy") == pytest.approx(13, abs=1)
-        assert self.room(system, reservations, "quiet") == 0
-        for _ in range(6):
-            queue.opened(Admitted(request(tenant="quiet")))
-        assert self.room(system, reservations, "noisy") == pytest.approx(7, abs=1), "six are here"
-        for _ in range(6):
-            queue.opened(Admitted(request(BATCH, tenant="quiet")))
-        assert self.room(system, reservations, "noisy") == pytest.approx(7, abs=1), "best effort waits"
+        assert self.expected(system, reservations, "quiet") == []
+        # Four per second, and a standard deviation.
+        for due_s in (1.5, 3.0):
+            jobs = self.expected(system, reservations, "noisy", due_s=due_s)
+            assert len(jobs) == pytest.approx(4 * due_s + math.sqrt(4 * due_s), abs=1)
+            assert [job.due - clock.now for job in jobs] == pytest.approx([job.ready_s for job in jobs])
+            ready_s = [job.ready_s for job in jobs]
+            assert ready_s == sorted(ready_s)
+            assert ready_s[0] < 0.1 and ready_s[-1] == pytest.approx(due_s, abs=0.3)
 
-    async def test_many_small_tenants_get_the_room_of_one_that_asks_for_as_much(self, system, clock):
-        def room(num_small: int, num_running: int) -> int:
-            queue = system.admission.queue
-            reservations = Reservations(queue)
+    async def test_many_small_tenants_count_as_one_that_asks_for_as_much(self, system, clock):
+        def number(num_small: int) -> int:
+            reservations = Reservations()
             for number in range(600):
                 clock.now += 0.05
                 ask(reservations.demand, "noisy", 2, 0.2)
                 if number % 5 == 0:
                     ask(reservations.demand, f"small {number // 5 % num_small}", 1, 0.2)
             system.report(system.pods[0])
-            here = [Admitted(request(tenant=f"small {number % num_small}")) for number in range(num_running)]
-            for one in here:
-                queue.opened(one)
-            found = self.room(system, reservations, "noisy")
-            for one in here:
-                queue.closed(one)
-            return found
+            return self.number(system, reservations, "noisy", due_s=2.0)
 
-        assert room(20, 0) == pytest.approx(room(1, 0), abs=2)
-        assert room(20, 6) == pytest.approx(room(1, 6), abs=2)
+        assert number(20) == pytest.approx(number(1), abs=2) and number(1) > 5
 
-    async def test_each_of_several_pods_keeps_its_part(self, make_system):
-        rooms = []
+    async def test_each_of_several_pods_expects_its_part(self, make_system):
+        numbers = []
         for num_pods in (1, 2):
             system = make_system(num_pods=num_pods)
-            reservations, asked = Reservations(system.admission.queue), request(tenant="noisy")
+            reservations, asked = Reservations(), request(tenant="noisy", due_s=4.0)
             route = system.plan(asked).route
             ask(reservations.demand, "noisy", 60, route.work_s)
             ask(reservations.demand, "quiet", 20, route.work_s)
-            rooms.append(reservations.room(asked, route))
-        assert rooms == [8, 4]
+            numbers.append(sum(job.num_places for job in reservations.expected(asked, route)))
+        assert numbers == [pytest.approx(40 + 6, abs=2), pytest.approx(20 + 4, abs=2)]
+
+    async def test_many_requests_are_few_jobs(self, system, clock):
+        reservations = Reservations()
+        work_s = system.plan(request()).route.work_s
+        ask(reservations.demand, "noisy", 300, work_s)
+        ask(reservations.demand, "quiet", 40, work_s)
+        jobs = self.expected(system, reservations, "noisy", due_s=4.0)
+        assert len(jobs) <= 16
+        assert sum(job.num_places for job in jobs) == pytest.approx(80 + 9, abs=6)
+        assert {job.stop - job.start for job in jobs} == {100 * jobs[0].num_places}
+        ask(reservations.demand, "quiet", 100_000, work_s)
+        ask(reservations.demand, "noisy", 900_000, work_s)
+        jobs = self.expected(system, reservations, "noisy", due_s=4.0)
+        assert [job.num_places for job in jobs] == [16] * 16, "a job never takes more than a batch"
+
+    async def test_best_effort_requests_expect_those_with_objectives_while_they_run(self, system):
+        reservations = Reservations()
+        work_s = system.plan(request()).route.work_s
+        assert self.expected(system, reservations, "default", BATCH) == []
+        # Two per second, of which each stays for 1.09 s: two, and one standard deviation.
+        ask(reservations.demand, "default", 4, work_s)
+        assert self.number(system, reservations, "default", BATCH) == pytest.approx(4, abs=1)
+        assert self.expected(system, reservations, "default") == []
 
     async def test_clients_are_due_back_at_their_pod(self, make_system):
         system = make_system(num_pods=2)
-        reservations, asked = Reservations(system.admission.queue), request()
+        reservations, asked = Reservations(), request()
         route = system.plan(asked).route
         reservations.appointments.returning = 1.0
         reservations.appointments.make(1, asked, route, 1, 0.0)
@@ -202,25 +231,6 @@ class TestRoom:
         elsewhere = system.plan(asked).route
         assert elsewhere.decode is not route.decode
         assert reservations.due_back("default", elsewhere) == []
-
-    async def test_it_is_never_more_than_a_batch(self, system, clock):
-        reservations = Reservations(system.admission.queue)
-        for _ in range(1000):
-            ask(reservations.demand, "noisy", 3, 0.2)
-            ask(reservations.demand, "quiet", 1, 0.2)
-        assert self.room(system, reservations, "noisy") == 16
-
-    async def test_best_effort_requests_leave_room_for_those_with_objectives(self, system):
-        reservations = Reservations(system.admission.queue)
-        work_s = system.plan(request()).route.work_s
-        assert self.room(system, reservations, "default", BATCH) == 0
-        # Two per second, of which each stays for 1.09 s: two, and one standard deviation.
-        ask(reservations.demand, "default", 20, work_s)
-        assert self.room(system, reservations, "default", BATCH) == pytest.approx(4, abs=1)
-        assert self.room(system, reservations, "default") == 0
-        for _ in range(4):
-            system.admission.queue.opened(Admitted(request()))
-        assert self.room(system, reservations, "default", BATCH) == 0
 
 
 class Diary:

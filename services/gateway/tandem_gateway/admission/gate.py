@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem_core.contracts import DEFAULT_DUE_S, RefusalReason
+from tandem_core.pod_model import Job
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES
 
@@ -32,9 +33,6 @@ from tandem_gateway.fleet.load import Track
 from tandem_gateway.fleet.routing import Effects
 from tandem_gateway.request import TokenizedRequest
 
-#: Requests of a quieter tenant are due after this part of the time, so that its prompts come before those of
-#: the noisy one; not much earlier, because pods take the blocks of requests that are due 10 s later.
-_EARLY, _MOST_EARLY_S = 0.25, 5.0
 #: The text of a refusal names the seconds that passed before it if they are more than this.
 _NO_WAIT_S = 0.05
 #: A strict request is hopeless if it needs more than this multiple of its objective on an idle system: costs
@@ -53,7 +51,7 @@ class Gate:
         self._router = forecaster.router
         self._queue = queue
         self._slack = slack
-        self._reservations = Reservations(queue)
+        self._reservations = Reservations()
         #: Monotonic seconds and share of each recent request.
         self._slacks_used: deque[tuple[float, float]] = deque(maxlen=_MAX_SLACKS)
         #: When a strict request was last admitted to measure whether it is late.
@@ -90,9 +88,6 @@ class Gate:
             request = replace(request, due_s=DEFAULT_DUE_S + demand.ahead_s(request.tenant))
         elif not self._slack and not slo.is_strict and missed_alone(slo, alone):
             is_judged, request = False, replace(request, due_s=DEFAULT_DUE_S)
-        elif demand.is_quieter(request.tenant):
-            due_s = request.due - request.arrived
-            request = replace(request, due_s=max(_EARLY * due_s, due_s - _MOST_EARLY_S))
         admitted = Admitted(request, is_widened, num_places=num_places, other_tokens=other_tokens)
         if request.due == effects.request.due:
             effects = replace(effects, request=request)
@@ -116,7 +111,7 @@ class Gate:
         if self._makes_late(effects) or self._leaves_too_little(
             effects,
             self._reservations.due_back(effects.request.tenant, effects.route),
-            self._reservations.room(request, effects.route),
+            self._reservations.expected(request, effects.route),
         ):
             return False
         admitted.effects = effects
@@ -187,10 +182,10 @@ class Gate:
         if self._makes_late(effects, is_likely=is_likely):
             return "others"
         due_back = [] if is_returning else self._reservations.due_back(effects.request.tenant, effects.route)
-        if self._leaves_too_little(effects, due_back, 0, is_likely=is_likely):
+        if self._leaves_too_little(effects, due_back, [], is_likely=is_likely):
             return "others"
-        room = self._reservations.room(effects.request, effects.route)
-        if self._leaves_too_little(effects, due_back, room, is_likely=is_likely):
+        expected = self._reservations.expected(effects.request, effects.route)
+        if self._leaves_too_little(effects, due_back, expected, is_likely=is_likely):
             return "share"
         return ""
 
@@ -212,18 +207,23 @@ class Gate:
         return False
 
     def _leaves_too_little(
-        self, effects: Effects, due_back: Sequence[Appointment], room: int, *, is_likely: bool = False
+        self,
+        effects: Effects,
+        due_back: Sequence[Appointment],
+        expected: Sequence[Job],
+        *,
+        is_likely: bool = False,
     ) -> bool:
-        """Whether next to requests that are due back and `room` more like this one it makes another one late,
-        or one of those that are due back; or itself, next to the others."""
-        if not due_back and not room:
+        """Whether next to requests that are due back and expected ones it makes another one late, or one of
+        those that are due back; or next to expected ones itself is late."""
+        if not due_back and not expected:
             return False
         now = time.monotonic()
         back = {one.job(now): one for one in due_back}
-        found = self._router.reconsider(effects, [*back, *(replace(effects.job) for _ in range(room))])
+        found = self._router.reconsider(effects, [*back, *expected])
         if self._makes_late(found, is_likely=is_likely):
             return True
-        if room and effects.request.has_objectives:
+        if expected and effects.request.has_objectives:
             waited_s = now - effects.request.arrived
             if self._forecast(found).misses(effects.request.slo, waited_s, is_likely=True):
                 return True

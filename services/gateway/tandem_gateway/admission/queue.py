@@ -49,9 +49,8 @@ class Queue:
         self.running: dict[Admitted, None] = {}
         self.num_in_flight = 0
         self._num_best_effort = 0
-        #: Places by tenant, of requests in flight and waiting; and of those with objectives alone.
+        #: Places by tenant, of requests in flight and waiting.
         self.of_tenant: Counter[str] = Counter()
-        self.with_objectives: Counter[str] = Counter()
         #: Mean seconds from arrival to the end of a request.
         self.service_s = 1.0
         #: Whether the pods' reports allow no prediction. Then no more run than the pods compute at once.
@@ -81,11 +80,10 @@ class Queue:
         self._count(admitted, -admitted.num_places)
 
     def _count(self, admitted: Admitted, num_places: int) -> None:
-        request = admitted.request
-        for counter in (self.of_tenant, self.with_objectives)[: 1 + request.has_objectives]:
-            counter[request.tenant] += num_places
-            if not counter[request.tenant]:
-                del counter[request.tenant]
+        tenant = admitted.request.tenant
+        self.of_tenant[tenant] += num_places
+        if not self.of_tenant[tenant]:
+            del self.of_tenant[tenant]
 
     # -- places ---------------------------------------------------------------------------------------
 

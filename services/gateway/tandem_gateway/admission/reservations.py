@@ -7,15 +7,14 @@ import math
 import time
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
 
 from tandem_core.pod_model import Job
 from tandem_core.slo import SloTarget
 
-from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S, Queue
+from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S
 from tandem_gateway.fleet.routing import Route
 from tandem_gateway.request import TokenizedRequest
 
@@ -23,13 +22,16 @@ from tandem_gateway.request import TokenizedRequest
 _AHEAD_S = 1.0
 #: A tenant's demand is a mean over about this time; a tenant is active until this long after a request.
 _MEMORY_S = 10.0
+#: A tenant that sent this many requests in this time is compared by them too, so that it is known as noisy
+#: before it has filled the pods.
+_SHORT_MEMORY_S, _MANY = 2.0, 16
 #: Room is kept for tenants that ask for less than this part of the work that a tenant asks for; equal tenants
 #: differ by less by chance.
 _MUCH_LESS = 0.5
 #: A tenant with fewer recent requests than this is never considered noisy.
 _NUM_NOISY = 5
-#: Standard deviations by which room for quieter tenants exceeds what is needed on average.
-_DEVIATIONS = 4.0
+#: Requests that are expected are at most this many jobs, so that timelines stay short.
+_MOST_JOBS = 16
 #: A refused client finds its room until it is this late.
 _GRACE_S = 1.0
 #: Room is kept from this long before the client is due back.
@@ -42,32 +44,56 @@ _ALPHA = 0.1
 
 
 @dataclass
-class _Tenant:
-    weight: float
-    #: Monotonic seconds: when its work is done at the speed of its share, and the last request.
-    finish: float
-    asked_at: float
-    #: Requests, and the seconds of work that they ask for; older ones decay.
+class _Window:
+    """Requests of about the last `memory_s` seconds: older ones decay."""
+
+    memory_s: float
     num_asked: float = 0.0
     work_asked_s: float = 0.0
+    #: Monotonic seconds of the last request.
+    asked_at: float = -math.inf
 
     def ask(self, now: float, work_s: float) -> None:
-        kept = math.exp((self.asked_at - now) / _MEMORY_S)
+        kept = self._kept(now)
         self.num_asked = self.num_asked * kept + 1
         self.work_asked_s = self.work_asked_s * kept + work_s
         self.asked_at = now
 
-    def rate(self, now: float) -> float:
-        """Requests per second."""
-        return self.num_asked * math.exp((self.asked_at - now) / _MEMORY_S) / _MEMORY_S
-
-    @property
-    def mean_work_s(self) -> float:
-        return self.work_asked_s / self.num_asked
-
     def demand(self, now: float) -> float:
-        """Seconds of work asked for per second, by weight."""
-        return self.rate(now) * self.mean_work_s / self.weight
+        """Seconds of work asked for per second."""
+        return self.work_asked_s * self._kept(now) / self.memory_s
+
+    def _kept(self, now: float) -> float:
+        return math.exp((self.asked_at - now) / self.memory_s)
+
+
+@dataclass
+class _Tenant:
+    weight: float
+    #: Monotonic seconds when its work is done at the speed of its share.
+    finish: float
+    asked: _Window = field(default_factory=lambda: _Window(_MEMORY_S))
+    lately: _Window = field(default_factory=lambda: _Window(_SHORT_MEMORY_S))
+    #: Those with objectives, lately.
+    promised: _Window = field(default_factory=lambda: _Window(_SHORT_MEMORY_S))
+
+    def ask(self, now: float, work_s: float, *, has_objectives: bool) -> None:
+        self.asked.ask(now, work_s)
+        self.lately.ask(now, work_s)
+        if has_objectives:
+            self.promised.ask(now, work_s)
+
+    def is_quieter(self, noisy: _Tenant, now: float) -> bool:
+        """Whether it asks for much less work than the other one, by weight."""
+        if noisy.asked.num_asked < _NUM_NOISY:
+            return False
+        own, theirs = self.asked.demand(now) / self.weight, noisy.asked.demand(now) / noisy.weight
+        if own < _MUCH_LESS * theirs:
+            return True
+        # Several requests at once are no proof against a tenant that asked for less before.
+        is_sure = noisy.lately.num_asked >= _MANY and own < theirs
+        lately, theirs_lately = self.lately.demand(now), noisy.lately.demand(now)
+        return is_sure and lately / self.weight < _MUCH_LESS * theirs_lately / noisy.weight
 
 
 class Demand:
@@ -80,17 +106,13 @@ class Demand:
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
-        #: All requests with objectives.
-        self._with_objectives = _Tenant(1.0, 0.0, -math.inf)
 
     def ask(self, name: str, weight: float, work_s: float, *, has_objectives: bool) -> None:
         """A request of `work_s` seconds came, admitted or not."""
         now = self._forget()
-        if has_objectives:
-            self._with_objectives.ask(now, work_s)
-        tenant = self._tenants.setdefault(name, _Tenant(weight, now, now))
+        tenant = self._tenants.setdefault(name, _Tenant(weight, now))
         tenant.weight = weight
-        tenant.ask(now, work_s)
+        tenant.ask(now, work_s, has_objectives=has_objectives)
 
     def charge(self, name: str, work_s: float) -> None:
         """A request began; nothing happens if its tenant has asked for nothing lately."""
@@ -111,32 +133,30 @@ class Demand:
     def is_quieter(self, name: str) -> bool:
         """Whether another tenant asks for much more work."""
         now = self._forget()
-        noisy = max(self._tenants, key=lambda other: self._tenants[other].demand(now), default=name)
-        if noisy == name or self._tenants[noisy].num_asked < _NUM_NOISY:
-            return False
-        own = self._tenants.get(name)
-        return own is None or own.demand(now) < _MUCH_LESS * self._tenants[noisy].demand(now)
+        own = self._tenants.get(name, _Tenant(1.0, now))
+        return any(own.is_quieter(other, now) for other in self._tenants.values() if other is not own)
 
-    def of_quieter(self, name: str) -> tuple[Collection[str], float, float]:
-        """Tenants that ask for much less work than this one, their requests per second, and the mean seconds
-        of work of these."""
+    def before(self, name: str, *, has_objectives: bool) -> float:
+        """Work of the requests that come before those of this tenant, in seconds per second: requests with
+        objectives, of quieter tenants or for a best-effort request of all."""
         now = self._forget()
         own = self._tenants.get(name)
-        most = 0.0 if own is None else _MUCH_LESS * own.demand(now)
-        quiet = {other: one for other, one in self._tenants.items() if one.demand(now) < most}
-        rate = sum([one.rate(now) for one in quiet.values()])
-        work = sum([one.rate(now) * one.mean_work_s for one in quiet.values()])
-        return quiet, rate, work / rate if rate else 0.0
-
-    def with_objectives(self) -> tuple[float, float]:
-        """Requests with objectives per second, of all tenants, and their mean seconds of work."""
-        one = self._with_objectives
-        return (one.rate(time.monotonic()), one.mean_work_s) if one.num_asked else (0.0, 0.0)
+        if own is None:
+            return 0.0
+        return sum(
+            [
+                one.promised.demand(now)
+                for one in self._tenants.values()
+                if not has_objectives or (one is not own and one.is_quieter(own, now))
+            ]
+        )
 
     def _forget(self) -> float:
         """Drops tenants that are no longer active; returns the time."""
         now = time.monotonic()
-        self._tenants = {name: one for name, one in self._tenants.items() if one.asked_at > now - _MEMORY_S}
+        self._tenants = {
+            name: one for name, one in self._tenants.items() if one.asked.asked_at > now - _MEMORY_S
+        }
         return now
 
 
@@ -236,8 +256,7 @@ class Appointments:
 class Reservations:
     """Belongs to one event loop."""
 
-    def __init__(self, queue: Queue) -> None:
-        self._queue = queue
+    def __init__(self) -> None:
         self.demand = Demand()
         self.appointments = Appointments()
 
@@ -252,25 +271,22 @@ class Reservations:
         ]
         return due[: route.decode.load.model.max_batch]
 
-    def room(self, request: TokenizedRequest, route: Route) -> int:
-        """Requests like this one for which its decode pod needs room meanwhile: those of quieter tenants, and
-        for a best-effort request those with objectives.
-
-        As many are here on average if each stays as long as this one (Little's law), and some standard
-        deviations more, without those that run.
-        """
-        quiet, rate, work_s = self.demand.of_quieter(request.tenant)
-        # Those that wait without objectives take no room.
-        num_running = sum([self._queue.with_objectives.get(tenant, 0) for tenant in quiet])
-        work = _missing(rate * route.end_s, _DEVIATIONS, num_running) * work_s
-        if not request.has_objectives:
-            rate, work_s = self.demand.with_objectives()
-            num_running = self._queue.with_objectives.total()
-            work = max(work, _missing(rate * route.end_s, 1.0, num_running) * work_s)
-        most = route.decode.load.model.max_batch
-        return min(round(work / route.work_s / route.num_decode), most)
-
-
-def _missing(mean: float, deviations: float, num_running: int) -> float:
-    """Upper bound of a Poisson count with this mean, less the requests that run."""
-    return max(round(mean + deviations * math.sqrt(mean)) - num_running, 0)
+    def expected(self, request: TokenizedRequest, route: Route) -> list[Job]:
+        """Requests that will come to its decode pod and run before it, as many as come on average while it
+        is here, and a standard deviation more. One job stands for several."""
+        now = time.monotonic()
+        work = self.demand.before(request.tenant, has_objectives=request.has_objectives)
+        # Per second, in requests like this one.
+        rate = work / route.work_s / route.num_decode
+        # The more come, the longer it is here, and the more come meanwhile: with objectives until it is due.
+        here_s = max(route.end_s, request.due - now) if request.has_objectives else route.end_s
+        number = round(rate * here_s + math.sqrt(rate * here_s))
+        size = min(-(-number // _MOST_JOBS), route.decode.load.model.max_batch)
+        start = route.start if route.is_local else route.stop
+        stop = start + size * (route.stop - start)
+        jobs = []
+        for num_before in range(0, min(number, size * _MOST_JOBS), max(size, 1)):
+            # Until then one more comes on average, with the deviation.
+            ready_s = (math.sqrt(num_before + 1.25) - 0.5) ** 2 / rate
+            jobs.append(Job(now + ready_s, start, stop, route.num_output, route.context, size, ready_s))
+        return jobs
