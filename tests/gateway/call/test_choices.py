@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from tandem_gateway.fleet.routing import Router
 from tandem_proto.v1 import common_pb2, gateway_pb2
 from waiting import until_async
 
@@ -73,6 +74,40 @@ async def test_choices_go_to_the_pod_on_which_their_call_has_its_places(pods, ga
     response = await front.http.post(CHAT, json={"messages": USER, "n": 8})
     assert response.status_code == 200
     assert sorted(len(pod.requests) for pod in both) == [0, 8]
+
+
+async def test_the_places_of_a_choice_are_free_on_its_pod_when_it_ends(pods, gateway):
+    pod = await pods(words=["a"] * 20, pause_s=0.05)
+    front = await gateway(pod)
+    works = {pod.target: pod.works for pod in front.process.fleet.pods()}[pod.target]
+    body = {"prompt": ["a", "b", "c"], "max_tokens": 20}
+    call = asyncio.create_task(front.http.post(COMPLETIONS, json=body))
+
+    async def have_begun() -> bool:
+        return len(pod.requests) == 3
+
+    await until_async(have_begun)
+    assert [work.num_places for work in works.all] == [1, 1, 1]
+    assert {work.placed.request.prompt_token_ids for work in works.all} == {
+        tuple(request.prompt_token_ids) for request in pod.requests
+    }
+    assert (await call).status_code == 200
+    assert works.all == []
+
+
+async def test_prompts_are_routed_one_in_each_turn_of_the_loop(pods, gateway, monkeypatch):
+    front = await gateway(await pods())
+    loop, choose, log = asyncio.get_running_loop(), Router.choose, []
+
+    def logged(*args):
+        log.append("choice")
+        loop.call_soon(log.append, "turn")
+        return choose(*args)
+
+    monkeypatch.setattr(Router, "choose", logged)
+    response = await front.http.post(COMPLETIONS, json={"prompt": [[n] for n in range(5, 25)]})
+    assert response.status_code == 200
+    assert log == ["choice", "turn"] * 19, "one prompt was routed when the call was admitted"
 
 
 async def test_a_stream_has_the_events_of_all_choices(pods, gateway):

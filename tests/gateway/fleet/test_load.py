@@ -10,6 +10,7 @@ import pytest
 from planned_pods import LOAD, MODEL, answer, prompt, request_of, router_over
 from still_clock import Clock
 from tandem_core.codec import step_cost_to_proto
+from tandem_core.sampling import BeamParams
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import StepCost
 from tandem_gateway.fleet.load import Placed, PodLoad, PodWorks, Track
@@ -250,3 +251,38 @@ async def test_a_resumed_answer_has_its_rest_left(make_pod: MakePod) -> None:
     (job,) = effects.route.decode.works.jobs({}).values()
     assert (job.num_tokens, job.stop) == (10, 1090)
     assert effects.job.num_tokens == 10
+
+
+async def test_a_choice_that_begins_takes_over_its_part_of_the_calls_works(make_pod: MakePod) -> None:
+    pod = make_pod("d:1")
+    request, same = request_of(range(1000)), request_of(range(1000))
+    other = request_of(range(5000, 5300))
+    effects = router_over(pod).plan(request, num_places=3, other_tokens=300)
+    assert effects is not None
+    placed = Placed(request, 3, 300)
+    placed.move(effects.route)
+    (work,) = pod.works.all
+    assert (work.num_places, left(pod.works)) == (3, [1300])
+    second = placed.part(same)
+    assert (work.num_places, left(pod.works)) == (2, [1300])
+    third = placed.part(other)
+    assert (work.num_places, left(pod.works)) == (1, [1000])
+    third.move(replace(effects.route, start=0, stop=300))
+    second.move(replace(effects.route, start=999))
+    assert left(pod.works) == [1000, 300, 1]
+    placed.leave()
+    third.leave()
+    assert pod.works.num_sequences() == 0 and left(pod.works) == [1]
+    assert placed.part(same).num_places == 1, "a call whose first choice has ended"
+
+
+async def test_a_beam_search_takes_over_the_places_of_its_beams(make_pod: MakePod) -> None:
+    pod = make_pod("d:1")
+    plain = request_of(range(100))
+    search = replace(plain, sampling=replace(plain.sampling, beam_search=BeamParams(width=4)))
+    effects = router_over(pod).plan(search, num_places=8)
+    assert effects is not None
+    placed = Placed(search, 8)
+    placed.move(effects.route)
+    assert placed.part(replace(search, request_id="other")).num_places == 4
+    assert [work.num_places for work in pod.works.all] == [4]

@@ -21,6 +21,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import TypeAlias
 
 import grpc
@@ -98,6 +99,7 @@ class Relay:
         self._metrics = metrics
         self._failover_wait_s = failover_wait_s
         self._log = structlog.get_logger("tandem.relay")
+        self._planning = asyncio.Lock()
         #: Tasks that read calls to their ends.
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -105,8 +107,28 @@ class Relay:
         self, request: TokenizedRequest, placed: Placed
     ) -> AsyncGenerator[Event | decode_pb2.DecodeBeams, None]:
         """The events of the request, a DecodeFinished last; a beam search has one DecodeBeams instead.
-        `placed`: the call by which the request was admitted. Raises InvalidRequestError or GatewayError."""
-        is_judged = request.request_id == placed.request.request_id
+        `placed`: the request of the call by which it was admitted, and which has its places. Raises
+        InvalidRequestError or GatewayError."""
+        #: Of the first attempt: where the KV of the prompt is.
+        planned = placed.route if request.prompt_token_ids == placed.request.prompt_token_ids else None
+        if is_part := request.request_id != placed.request.request_id:
+            placed = placed.part(request)
+            if planned is not None:
+                planned = replace(planned, computes_prompt=planned.decode, start=planned.stop - 1)
+        try:
+            async with aclosing(self._attempts(request, placed, planned)) as events:
+                async for event in events:
+                    if is_part and isinstance(event, decode_pb2.DecodeChunk):
+                        placed.gained(placed.num_tokens + len(event.token_ids), time.monotonic())
+                    yield event
+        finally:
+            placed.leave()
+
+    async def _attempts(
+        self, request: TokenizedRequest, placed: Placed, planned: Route | None
+    ) -> AsyncGenerator[Event | decode_pb2.DecodeBeams, None]:
+        """The events from one pod after the other, until one has answered to the end. `planned`: the first
+        one's."""
         #: Targets that failed. A pod that answers polls but no calls soon counts as healthy again; without
         #: this set, two such pods would alternate until the deadline.
         failed: frozenset[str] = frozenset()
@@ -128,20 +150,13 @@ class Relay:
         decode_ns = failover_ns = 0
         #: Start of the current time without progress, after a loss.
         idle_since_ns: int | None = None
-        #: Of the first attempt: where the places of the call are, and the KV of its prompt.
-        planned = placed.route if request.prompt_token_ids == placed.request.prompt_token_ids else None
         while True:
             route = None
             if planned is not None and planned.decode.healthy:
                 route = planned
                 self._router.sent(request, route)
             planned = None
-            # Without another pod, try one that failed and is healthy again.
-            route = (
-                route
-                or self._router.choose(request, failed.union(too_small))
-                or self._router.choose(request, frozenset(too_small))
-            )
+            route = route or await self._choose(request, failed, frozenset(too_small))
             if route is None:
                 if give_up_at is None:
                     give_up_at = self._outage_ends(request)
@@ -155,7 +170,7 @@ class Relay:
                 continue
             if is_waiting and not num_lost:
                 waited_ns = time.monotonic_ns() - began_ns
-            if is_judged and placed.route is not route:
+            if placed.route is not route:
                 placed.move(route)
             num_before, num_crashed_before = len(tokens), num_crashed
             #: Failed attempts of this pod at prefill pods.
@@ -171,7 +186,7 @@ class Relay:
                 async with aclosing(call) as events:
                     async for event in events:
                         if isinstance(event, decode_pb2.DecodeProgress):
-                            if event.prompt_computed and is_judged:
+                            if event.prompt_computed:
                                 placed.computed()
                             reported = max(event.prefill_failures, event.prefill_crashes)
                             if reported > num_failed:
@@ -186,8 +201,7 @@ class Relay:
                                 raise _LostError("it is draining", LossCause.DRAINING, accepted=True)
                             continue
                         if isinstance(event, decode_pb2.DecodeChunk):
-                            if is_judged:
-                                placed.computed()
+                            placed.computed()
                             tokens += event.token_ids
                             num_crashed = 0.0
                             last_ns = time.monotonic_ns()
@@ -205,16 +219,14 @@ class Relay:
                 self._log.info("decode pod is too small for the request", target=route.decode.target)
                 trace.fail_stage("too small")
                 too_small[route.decode.target] = error
-                if is_judged:
-                    placed.leave()
+                placed.leave()
             except _LostError as error:
                 trace.set_stage({"tandem.loss.message": str(error)})
                 trace.fail_stage(error.cause.value)
                 is_expected = error.cause is LossCause.DRAINING
                 self._fleet.mark_dead(route.decode, str(error), is_expected=is_expected)
                 self._router.forget(route.decode)
-                if is_judged:
-                    placed.leave()
+                placed.leave()
                 num_lost += error.accepted
                 num_crashed += error.crashes
                 idle_since_ns = last_ns or tried_ns
@@ -228,6 +240,16 @@ class Relay:
                 )
                 self._metrics.failovers.labels(error.cause.value).inc()
                 failed |= {route.decode.target}
+
+    async def _choose(
+        self, request: TokenizedRequest, failed: frozenset[str], too_small: frozenset[str]
+    ) -> Route | None:
+        """One at a time: a plan takes milliseconds, and all requests of a lost pod, or all prompts of a call,
+        need one at the same moment."""
+        async with self._planning:
+            await asyncio.sleep(0)
+            # Without another pod, try one that failed and is healthy again.
+            return self._router.choose(request, failed | too_small) or self._router.choose(request, too_small)
 
     def _check_crashes(self, num_crashed: float, num_tokens: int) -> None:
         if num_crashed >= MAX_CRASHES:

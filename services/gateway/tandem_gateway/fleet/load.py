@@ -140,6 +140,13 @@ class PodWorks:
         if len(self._ended_ids) > _MAX_ENDED:
             del self._ended_ids[next(iter(self._ended_ids))]
 
+    def shrink(self, work: Work, num_places: int, num_tokens: int) -> None:
+        """The work has this many places now, and this many prompt tokens less."""
+        self._advance()
+        work.num_places = num_places
+        if work.is_prompt:
+            work.stop = max(work.stop - num_tokens, math.floor(work.start) + 1)
+
     def computed(self, work: Work) -> None:
         """The prompt is computed."""
         self._advance()
@@ -288,6 +295,19 @@ class Placed:
         for works, work in self._works:
             works.remove(work)
         self._works.clear()
+
+    def part(self, request: TokenizedRequest) -> Placed:
+        """Another choice of the call, which begins now. From now on it has its own works: this request had
+        its places, and its prompt if that is another one."""
+        beams = request.sampling.beam_search
+        part = Placed(request, 1 if beams is None else beams.width)
+        self.num_places -= part.num_places
+        is_other = request.prompt_token_ids != self.request.prompt_token_ids
+        num_tokens = min(len(request.prompt_token_ids), self.other_tokens) if is_other else 0
+        self.other_tokens -= num_tokens
+        for works, work in self._works:
+            works.shrink(work, max(work.num_places - part.num_places, 1), num_tokens)
+        return part
 
     def computed(self) -> None:
         """Its prompt is computed, on whichever pod; nothing happens if that is known."""
