@@ -53,13 +53,13 @@ serve: $(VENV)/.runtime ## Download a model and serve it (MODEL= another one; UP
 	@$(BIN)/tandem model pull $(MODEL)
 	@exec $(BIN)/tandem up --model $(MODEL) $(UP)
 
-# Tests of one process run on one worker per core, each pinned to its core (tests/conftest.py), a file's tests in the
-# same worker. Files start in the order of their folders, which begins the longest (engine, kernels) before many short
-# ones: xdist's own order, by number of tests, begins those with few long tests last, and leaves cores idle. Tests that
-# start the whole system have the machine to themselves afterwards. What fails is run once more without company, and
-# must pass then: some tests wait for a heartbeat or a deadline of real processes, which another load can delay. Exit
-# code 5 of pytest: TEST selects none of these; 1: tests failed.
-PARALLEL := -n logical --dist loadfile --no-loadscope-reorder
+# Tests of one process run on one worker per core and one more, because many tests wait. Each worker is pinned to a core
+# (tests/conftest.py), and runs whole files. Files start in the order of their folders, which begins the longest
+# (engine, kernels) before many short ones: xdist's own order, by number of tests, begins those with few long tests
+# last, and leaves cores idle. Tests that start the whole system have the machine to themselves afterwards. What fails
+# is run once more without company, and must pass then: some tests wait for a heartbeat or a deadline of real processes,
+# which another load can delay. Exit code 5 of pytest: TEST selects none of these; 1: tests failed.
+PARALLEL := -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
 AGAIN := -x --last-failed --last-failed-no-failures none
 define pytest
 $(call attempts,$(PARALLEL),"not e2e $(1)")
