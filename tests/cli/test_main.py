@@ -18,7 +18,6 @@ from fake_gateway import Answer, FakeGateway
 from model_folders import make_folder
 from tandem_cli import models
 from tandem_cli.chat import ChatOptions, Conversation, GatewayError, open_stub
-from tandem_cli.up.log_view import LogView
 from tandem_cli.up.options import FleetOptions, PodFlag
 from tandem_cli.up.run import banner
 from tandem_cli.up.state_file import FleetRecord, PodRecord, StateFile, read_state
@@ -207,23 +206,6 @@ def test_the_state_file_round_trips_and_goes(tmp_path: Path) -> None:
     assert [path.name for path in state.path.parent.iterdir()] == ["1.json"]
     state.remove()
     assert not state.path.exists()
-
-
-def test_the_json_log_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
-    view = LogView(sys.stdout, "json")
-    view.line("decode", "decode-0", '{"event": "x"}')
-    view.event("decode-0", 'died of "y"')
-    view.banner("for people")
-    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert first == {"event": "x"}
-    assert (second["event"], second["pod"], second["role"]) == ('died of "y"', "decode-0", "up")
-
-
-def test_the_console_log_prefixes_each_line_without_colour_off_a_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    LogView(sys.stdout, "console").line("decode", "decode-0", "hello")
-    assert capsys.readouterr().out == "decode-0   | hello\n"
 
 
 def test_the_banner_holds_commands_for_the_chosen_ports() -> None:

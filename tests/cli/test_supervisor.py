@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +21,13 @@ from prometheus_client import CollectorRegistry
 from tandem_cli.up import health
 from tandem_cli.up.supervisor import (
     Health,
+    Process,
     ProcessSpec,
     RestartPolicy,
     StartupError,
     Supervisor,
     describe_exit,
+    spawn,
 )
 from tandem_service.metrics import MetricsServer
 from waiting import pause_async, run_ready_tasks, until, wait_until
@@ -49,12 +51,18 @@ class Watched:
     """A supervisor with what it reported. A process counts as ready once it has printed a line."""
 
     def __init__(
-        self, stages: Sequence[Sequence[ProcessSpec]], policy: RestartPolicy, grace_s: float
+        self,
+        stages: Sequence[Sequence[ProcessSpec]],
+        policy: RestartPolicy,
+        grace_s: float,
+        spawn: Callable[[ProcessSpec], Process] = spawn,
     ) -> None:
         self.lines: list[tuple[str, str]] = []
         self.events: list[tuple[str, str]] = []
         #: Names of the processes that answer no probe.
         self.silent: set[str] = set()
+        #: Names of processes whose next probe fails here.
+        self.unreadable: set[str] = set()
         self.supervisor = Supervisor(
             stages,
             probe=self._probe,
@@ -63,9 +71,13 @@ class Watched:
             on_change=lambda: None,
             policy=policy,
             grace_s=grace_s,
+            spawn=spawn,
         )
 
     async def _probe(self, process: ProcessSpec) -> Health:
+        if process.name in self.unreadable:
+            self.unreadable.remove(process.name)
+            raise OSError("no descriptor is left")
         if process.name in self.silent:
             return Health.SILENT
         ready = any(name == process.name for name, _ in self.lines)
@@ -82,9 +94,12 @@ class Watched:
 
 @asynccontextmanager
 async def running(
-    *stages: Sequence[ProcessSpec], policy: RestartPolicy = QUICK, grace_s: float = 5.0
+    *stages: Sequence[ProcessSpec],
+    policy: RestartPolicy = QUICK,
+    grace_s: float = 5.0,
+    spawn: Callable[[ProcessSpec], Process] = spawn,
 ) -> AsyncIterator[Watched]:
-    watched = Watched(stages, policy, grace_s)
+    watched = Watched(stages, policy, grace_s, spawn)
     watched.supervisor.start()
     try:
         yield watched
@@ -139,6 +154,52 @@ async def test_a_process_that_drains_for_long_is_left_alone() -> None:
         watched.lines.clear()  # it answers that it does not serve
         await pause_async(1.5)
         assert not any("killed" in message for _, message in watched.events)
+
+
+async def test_a_process_whose_restart_fails_is_started_again() -> None:
+    num_starts = 0
+
+    def failing_spawn(process: ProcessSpec) -> Process:
+        nonlocal num_starts
+        num_starts += 1
+        if num_starts in (2, 3, 4, 5):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return spawn(process)
+
+    async with running([spec("d", SLEEP)], spawn=failing_spawn) as watched:
+        await watched.supervisor.wait_ready()
+        old = watched.pid("d")
+        os.kill(old, signal.SIGKILL)
+        await until(lambda: watched.pids("d") not in ([], [old]))
+        assert num_starts == 6
+        assert not watched.supervisor.failed.done()
+        assert sum("Resource temporarily unavailable" in text for _, text in watched.events) == 4
+
+
+async def test_a_process_that_cannot_be_started_at_all_fails_with_the_reason() -> None:
+    def failing_spawn(process: ProcessSpec) -> Process:
+        raise OSError(12, "Cannot allocate memory")
+
+    async with running([spec("d", SLEEP)], spawn=failing_spawn) as watched:
+        with pytest.raises(StartupError, match=r"d cannot start: it cannot be run: .*Cannot allocate memory"):
+            await watched.supervisor.wait_ready()
+
+
+async def test_a_process_that_cannot_be_watched_is_started_again() -> None:
+    async with running([spec("d", SLEEP)]) as watched:
+        await watched.supervisor.wait_ready()
+        old = watched.pid("d")
+        watched.unreadable.add("d")
+        await until(lambda: watched.pids("d") not in ([], [old]), limit_s=10)
+        await watched.supervisor.wait_ready()
+        assert any("no descriptor is left" in text for _, text in watched.events)
+
+
+async def test_a_line_without_end_is_cut() -> None:
+    endless = "import sys, time; sys.stdout.write('x' * 300_000); sys.stdout.flush(); time.sleep(60)"
+    async with running([spec("d", endless)]) as watched:
+        await until(lambda: len(watched.lines) > 1)
+        assert {set(line) == {"x"} and len(line) <= 1 << 17 for _, line in watched.lines} == {True}
 
 
 def test_the_backoff_doubles_up_to_its_limit() -> None:

@@ -6,6 +6,7 @@ test live as console scripts beside a Python of their own, which is where `tande
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -19,7 +20,9 @@ import pytest
 from model_folders import make_folder
 from processes import is_alive
 from tandem_cli.models import note_prepared
+from tandem_cli.up import health
 from tandem_cli.up.state_file import FleetRecord, read_state
+from tandem_cli.up.supervisor import Health
 from waiting import wait_until
 
 POD = """#!{python}
@@ -116,7 +119,8 @@ class Up:
 
 
 @contextmanager
-def up(python: Path, *arguments: str) -> Iterator[Up]:
+def up(python: Path, *arguments: str, stdout: int | None = None) -> Iterator[Up]:
+    """`stdout`: a descriptor in place of the log file."""
     home = python.parents[2] / "home"
     base = free_base_port()
     ports = ("--base-port", str(base), "--grpc-port", str(base + 900), "--http-port", str(base + 901))
@@ -125,8 +129,8 @@ def up(python: Path, *arguments: str) -> Iterator[Up]:
     with log.open("w") as out:
         process = subprocess.Popen(
             command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
+            stdout=out if stdout is None else stdout,
+            stderr=out,
             text=True,
             env={**os.environ, "TANDEM_HOME": str(home)},
         )
@@ -178,6 +182,41 @@ def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(installation: Pat
         assert fleet.process.wait(30) == 1
         assert "decode-0 cannot start: it ended with code 2" in fleet.log()
         assert fleet.state() is None
+
+
+def kill_decode_pod(fleet: Up, state: FleetRecord) -> None:
+    """And waits until another one serves."""
+    (pid,) = state.pids("decode")
+    target = next(f"127.0.0.1:{pod.ports['grpc']}" for pod in state.pods if pod.role == "decode")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(pid))
+    wait_until(lambda: asyncio.run(health.check(target)) is Health.SERVING, limit_s=30, interval_s=0.1)
+
+
+def test_a_fleet_restarts_pods_when_the_reader_of_its_log_is_gone(installation: Path) -> None:
+    reader, writer = os.pipe()
+    with up(installation, "--decode", "1", stdout=writer) as fleet:
+        os.close(writer)
+        state = fleet.wait_for(lambda state: state.ready)
+        os.close(reader)
+        kill_decode_pod(fleet, state)
+        fleet.process.terminate()
+        assert fleet.process.wait(30) == 0
+        assert fleet.state() is None
+        assert fleet.log() == "", "nor a traceback"
+
+
+def test_a_fleet_restarts_pods_when_its_state_cannot_be_written(installation: Path) -> None:
+    with up(installation, "--decode", "1") as fleet:
+        state = fleet.wait_for(lambda state: state.ready)
+        assert fleet.state_path.stat().st_mode & 0o777 == 0o600
+        folder = fleet.state_path.parent
+        folder.rename(folder.with_name("moved"))
+        folder.write_text("no folder")
+        kill_decode_pod(fleet, state)
+        assert "fleet: the state file cannot be written" in fleet.log()
+        fleet.process.terminate()
+        assert fleet.process.wait(30) == 0
 
 
 def test_nothing_outlives_a_killed_fleet(installation: Path) -> None:

@@ -2,12 +2,18 @@
 
 Console format: each line gets a coloured prefix with the name of its process. JSON format: lines of pods are
 unchanged, because they contain role and pod; events of the supervisor are JSON lines too.
+
+    line, event ──> queue ──> thread ──> descriptor
+
+A thread writes, so a reader that is slow or gone, or a full disk, costs lines and nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
+import threading
 import time
 from typing import Literal, TextIO
 
@@ -24,14 +30,23 @@ _COLOURS = {
     "up": "\x1b[1m",
 }
 _NAME_WIDTH = 10
+#: Lines that wait to be written at most; the supervisor bounds the length of each.
+_MOST_WAITING = 1024
 
 
 class LogView:
-    """Writes to one stream; colours only on a terminal and without NO_COLOR."""
+    """Writes to the descriptor of one stream; colours only on a terminal and without NO_COLOR. The line after
+    lost ones says how many they were."""
 
     def __init__(self, stream: TextIO, log_format: LogFormat) -> None:
-        self._stream = stream
+        self._descriptor = stream.fileno()
         self._format = log_format
+        self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
+        self._num_lost = 0
+        self._lock = threading.Lock()
+        #: Not the stream's own buffer: the interpreter could not end while a write to that is blocked.
+        self._writer = threading.Thread(target=self._write_all, name="log view", daemon=True)
+        self._writer.start()
         self._coloured = stream.isatty() and "NO_COLOR" not in os.environ
 
     def line(self, role: str, name: str, text: str) -> None:
@@ -43,12 +58,14 @@ class LogView:
 
     def event(self, name: str, message: str) -> None:
         """An event of the process `name`, reported by the supervisor."""
-        if self._format == "json":
-            stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            record = {"event": message, "role": "up", "pod": name, "level": "info", "timestamp": stamp}
-            self._write(json.dumps(record))
-        else:
-            self._write(f"{self._prefix('up', 'up')}{name}: {message}")
+        self._write(self._event(name, message))
+
+    def _event(self, name: str, message: str) -> str:
+        if self._format == "console":
+            return f"{self._prefix('up', 'up')}{name}: {message}"
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        record = {"event": message, "role": "up", "pod": name, "level": "info", "timestamp": stamp}
+        return json.dumps(record)
 
     def banner(self, text: str) -> None:
         """Text for people; left out in the JSON format."""
@@ -59,6 +76,33 @@ class LogView:
         padded = f"{name:<{_NAME_WIDTH}} | "
         return f"{_COLOURS.get(role, '')}{padded}{_RESET}" if self._coloured else padded
 
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Writes the lines that wait, for this time at most."""
+        try:
+            self._waiting.put(None, timeout=timeout_s)
+        except queue.Full:
+            return
+        self._writer.join(timeout_s)
+
     def _write(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        with self._lock:
+            num_lost, self._num_lost = self._num_lost, 0
+        if num_lost:
+            text = f"{self._event('log', f'{num_lost} lines were lost')}\n{text}"
+        try:
+            self._waiting.put_nowait(text)
+        except queue.Full:
+            self._lose(num_lost + 1)
+
+    def _lose(self, number: int) -> None:
+        with self._lock:
+            self._num_lost += number
+
+    def _write_all(self) -> None:
+        while (text := self._waiting.get()) is not None:
+            rest = f"{text}\n".encode(errors="replace")
+            try:
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            except OSError:
+                self._lose(1)

@@ -48,7 +48,10 @@ def run_fleet(options: FleetOptions, model_name: str, state_path: Path) -> int:
 
         certificates.prepare(options.tls_dir)
     view = LogView(sys.stdout, options.log_format)
-    return asyncio.run(_Fleet(options, plan, view, StateFile(state_path), model_name).run())
+    try:
+        return asyncio.run(_Fleet(options, plan, view, StateFile(state_path), model_name).run())
+    finally:
+        view.close()
 
 
 class _Fleet:
@@ -97,7 +100,8 @@ class _Fleet:
                     supervisor.failed.result()
             return 0
         except StartupError as error:
-            print(f"error: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
         finally:
             ready.cancel()
@@ -105,7 +109,8 @@ class _Fleet:
             renewing.cancel()
             self._view.event("fleet", "stopping")
             await supervisor.stop()
-            self._state.remove()
+            with contextlib.suppress(OSError):
+                self._state.remove()
             with contextlib.suppress(asyncio.CancelledError, StartupError):
                 await ready
 
@@ -141,18 +146,21 @@ class _Fleet:
         ]
         options = self._options
         own_redis = [spec.health_target for spec in self._plan.processes if spec.role == "redis"]
-        self._state.write(
-            FleetRecord(
-                supervisor_pid=os.getpid(),
-                model=self._model_name,
-                ready=self._ready,
-                pods=tuple(pods),
-                host=reachable(options.host),
-                redis_url=next(iter(own_redis), options.redis_url),
-                tls_dir="" if options.tls_dir is None else str(options.tls_dir),
-                serves_tls=options.serves_tls,
-            )
+        record = FleetRecord(
+            supervisor_pid=os.getpid(),
+            model=self._model_name,
+            ready=self._ready,
+            pods=tuple(pods),
+            host=reachable(options.host),
+            redis_url=next(iter(own_redis), options.redis_url),
+            tls_dir="" if options.tls_dir is None else str(options.tls_dir),
+            serves_tls=options.serves_tls,
         )
+        try:
+            self._state.write(record)
+        except OSError as error:
+            # Other commands find old pids until the next change.
+            self._view.event("fleet", f"the state file cannot be written: {error}")
 
 
 def banner(options: FleetOptions, model_name: str, seconds: float) -> str:

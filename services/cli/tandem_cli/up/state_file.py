@@ -49,8 +49,11 @@ class StateFile:
         self.path = path
 
     def write(self, record: FleetRecord) -> None:
+        """Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        # It can hold the password of a Redis.
+        temporary.touch(0o600)
         temporary.write_text(json.dumps(asdict(record), indent=2) + "\n")
         temporary.replace(self.path)
 

@@ -4,8 +4,9 @@
     wait_ready()  returns when all processes have served once
     silence       a process that does not answer its probe for `hung_after_s` is killed
     a death       is logged, and the process is restarted after a backoff (0.2 s doubling to 5 s; 0.2 s again
-                  after a life of 30 s). If it keeps dying before it was ready, or refuses its settings
-                  (exit code 2), `failed` resolves
+                  after a life of 30 s). A process that cannot be started, watched or read for want of
+                  memory or descriptors counts as dead. If it keeps dying before it was ready, or refuses
+                  its settings (exit code 2), `failed` resolves
     stop()        SIGTERM stage by stage; SIGKILL for processes that do not end within `grace_s`
 
 Each child has its own session, so Ctrl-C in the terminal reaches only the supervisor. If the supervisor dies,
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import os
 import signal
 import subprocess
@@ -29,6 +31,9 @@ from tandem_service import parent_death
 
 #: Interval between probes of a process that is not ready or does not answer, and of a healthy one.
 _PROBE_INTERVAL_S, _WATCH_INTERVAL_S = 0.1, 1.0
+
+#: A line that a process prints is cut after this many bytes.
+_MAX_LINE = 1 << 16
 
 #: Exit code of a pod that refuses its settings; it is not restarted.
 EXIT_BAD_SETTINGS = 2
@@ -119,7 +124,7 @@ class Supervisor:
     """Runs `stages` of processes; later stages are stopped later. Belongs to one event loop.
 
     `on_line(spec, line)` gets each line that a process prints, `on_event(spec, message)` each event of it;
-    `on_change()` is called when a pid changes.
+    `on_change()` is called when a pid changes. They must not raise.
     """
 
     def __init__(
@@ -155,7 +160,14 @@ class Supervisor:
     def start(self) -> None:
         """Spawns every process and watches it."""
         for child in self.children:
-            self._keepers[child.spec.name] = asyncio.create_task(self._keep(child))
+            keeper = self._keepers[child.spec.name] = asyncio.create_task(self._keep(child))
+            keeper.add_done_callback(functools.partial(self._keeper_ended, child))
+
+    def _keeper_ended(self, child: Child, keeper: asyncio.Task[None]) -> None:
+        """A process that nothing watches any more ends the fleet."""
+        if not keeper.cancelled() and keeper.exception() is not None and not self.failed.done():
+            error = StartupError(f"the supervisor of {child.spec.name} failed: {keeper.exception()!r}")
+            self.failed.set_exception(error)
 
     async def wait_ready(self) -> None:
         """Waits until each probe has succeeded; raises StartupError if a process does not start."""
@@ -209,7 +221,11 @@ class Supervisor:
         deaths_in_a_row = 0
         while not self._stopping.is_set():
             started = time.monotonic()
-            code = await self._run_once(child)
+            try:
+                code = await self._run_once(child)
+                how = describe_exit(code)
+            except OSError as error:
+                code, how = -1, f"cannot be run: {error}"
             if self._stopping.is_set():
                 return
             lived_s = time.monotonic() - started
@@ -217,34 +233,40 @@ class Supervisor:
             if not child.was_ever_ready and (
                 code == EXIT_BAD_SETTINGS or deaths_in_a_row >= self._policy.max_deaths_before_ready
             ):
-                self._fail(child, code)
+                self._fail(child, how)
                 return
             delay_s = self._policy.delay_s(deaths_in_a_row)
-            self._on_event(
-                child.spec, f"{describe_exit(code)} after {lived_s:.1f} s; starting again in {delay_s:.1f} s"
-            )
+            self._on_event(child.spec, f"{how} after {lived_s:.1f} s; starting again in {delay_s:.1f} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
 
     async def _run_once(self, child: Child) -> int:
-        """Runs the process once; returns its exit code (negative: the signal that ended it)."""
+        """Runs the process once; returns its exit code, negative for a signal. Raises OSError."""
         spec = child.spec
         process = child.process = self._spawn(spec)
         self._on_change()
         reader = asyncio.create_task(self._pump_lines(child, process))
         prober = asyncio.create_task(self._watch_health(child, process))
+        for task in (reader, prober):
+            task.add_done_callback(functools.partial(self._watcher_ended, child, process))
         try:
-            code = await wait_for_exit(process)
+            return await wait_for_exit(process)
         finally:
             prober.cancel()
             child.ready.clear()
             # Ends remaining processes of the session. This also closes the pipe.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             await asyncio.wait({reader}, timeout=0.5)
             reader.cancel()
             self._on_change()
-        return code
+
+    def _watcher_ended(self, child: Child, process: Process, task: asyncio.Task[None]) -> None:
+        """A process whose output or health cannot be read is started again."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_event(child.spec, f"cannot be watched: {error!r}: killed")
+            process.kill()
 
     async def _watch_health(self, child: Child, process: Process) -> None:
         """Sets `ready`, and later kills the process if it hangs."""
@@ -278,8 +300,10 @@ class Supervisor:
             rest = b""
             while chunk := await stream.read(1 << 16):
                 *lines, rest = (rest + chunk).split(b"\n")
+                if len(rest) > _MAX_LINE:
+                    lines, rest = [*lines, rest], b""
                 for line in lines:
-                    self._take_line(child, line)
+                    self._take_line(child, line[:_MAX_LINE])
             if rest:
                 self._take_line(child, rest)
         finally:
@@ -290,13 +314,11 @@ class Supervisor:
         child.last_lines.append(text)
         self._on_line(child.spec, text)
 
-    def _fail(self, child: Child, code: int) -> None:
+    def _fail(self, child: Child, how: str) -> None:
         if not self.failed.done():
             tail = "\n".join(f"    {line}" for line in child.last_lines)
             self.failed.set_exception(
-                StartupError(
-                    f"{child.spec.name} cannot start: it {describe_exit(code)}. Its last lines:\n{tail}"
-                )
+                StartupError(f"{child.spec.name} cannot start: it {how}. Its last lines:\n{tail}")
             )
 
 
