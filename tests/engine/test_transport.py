@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from inproc_transport import InprocNetwork, InprocReceiver, InprocSender
+from ipv6 import has_ipv6
 from tandem_core.errors import InvalidRequestError, InvariantError, LayoutMismatchError, TransferError
 from tandem_engine.transport.base import MAX_FRAME_BYTES, BlockStore, DropCause, Ticket, TransferState
 from tandem_engine.transport.incoming import KVReceiver
@@ -75,7 +76,8 @@ class Wire:
         if self.kind == "inproc":
             receiver = InprocReceiver(self.network, LAYOUT, store, credit_bytes)
         else:
-            options = ReceiverOptions(curve=self.kind == "zmq-curve", credit_bytes=credit_bytes)
+            host = "::1" if self.kind == "zmq-ipv6" else "127.0.0.1"
+            options = ReceiverOptions(host, curve=self.kind == "zmq-curve", credit_bytes=credit_bytes)
             receiver = ZmqReceiver(LAYOUT, store, options)
         self.ends.append(receiver)
         return receiver
@@ -90,8 +92,10 @@ class Wire:
         return sender
 
 
-@pytest.fixture(params=["inproc", "zmq-curve", "zmq-plain"])
+@pytest.fixture(params=["inproc", "zmq-curve", "zmq-plain", "zmq-ipv6"])
 def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
+    if request.param == "zmq-ipv6" and not has_ipv6():
+        pytest.skip("no IPv6 on this machine")
     wire = Wire(request.param)
     yield wire
     for end in wire.ends:

@@ -9,6 +9,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import zmq
+from ipv6 import has_ipv6
 from tandem_core.errors import InvariantError
 from tandem_engine.transport.base import MAX_FRAME_BYTES, DropCause, TransferState
 from tandem_engine.transport.codec import (
@@ -218,6 +219,12 @@ def test_tickets_carry_the_advertised_host() -> None:
     with closing(ZmqReceiver(LAYOUT, ByteStore(), options)) as receiver:
         assert receiver.open({0: 0}).ticket.endpoint == receiver.endpoint
         assert receiver.endpoint.startswith("tcp://decode-0.tandem:")
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
+def test_tickets_of_an_ipv6_address_have_brackets() -> None:
+    with closing(ZmqReceiver(LAYOUT, ByteStore(), ReceiverOptions("::1"))) as receiver:
+        assert receiver.open({0: 0}).ticket.endpoint.startswith("tcp://[::1]:")
 
 
 def test_a_port_that_is_taken_is_reported(receiver: ZmqReceiver) -> None:

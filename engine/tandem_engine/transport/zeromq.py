@@ -132,6 +132,10 @@ def _configure(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
     socket.sndhwm = 0
 
 
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 @dataclass(frozen=True)
 class ReceiverOptions:
     """Where a decode pod's KV ingress listens and what it grants."""
@@ -167,12 +171,14 @@ class ZmqReceiver(KVReceiver):
             self._router.curve_secretkey = secret
             public_key = public.decode()
         try:
-            self._router.bind(f"tcp://{options.host}:{options.port or '*'}")
+            self._router.ipv6 = ":" in options.host
+            self._router.bind(f"tcp://{_bracketed(options.host)}:{options.port or '*'}")
         except zmq.ZMQError:
             self._worker.close()
             raise
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        endpoint = f"tcp://{options.advertised_host or options.host}:{bound.rpartition(':')[2]}"
+        host = _bracketed(options.advertised_host or options.host)
+        endpoint = f"tcp://{host}:{bound.rpartition(':')[2]}"
         credit_bytes = options.credit_bytes or DEFAULT_CREDIT_BYTES * options.num_connections
         super().__init__(layout, store, credit_bytes, endpoint=endpoint, public_key=public_key)
         self._worker.start("kv-receiver", self._serve)
@@ -351,6 +357,7 @@ class ZmqSender(KVSender):
                 dealer.curve_serverkey = ticket.public_key.encode()
                 dealer.curve_publickey = self._client_public
                 dealer.curve_secretkey = self._client_secret
+            dealer.ipv6 = "[" in ticket.endpoint
             dealer.connect(ticket.endpoint)
         except (zmq.ZMQError, ValueError):
             dealer.close(linger=0)
