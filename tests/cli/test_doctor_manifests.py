@@ -45,7 +45,7 @@ def write_past_the_limit(m: Manifests) -> None:
 
 
 def one_address_for_all(m: Manifests) -> None:
-    m.variable("gateway", "TANDEM_PREFILL")["value"] = "tandem-prefill:51100"
+    m.variable("gateway", "TANDEM_PREFILL")["value"] = "tandem-prefill:21100"
     del m.get("Service", "tandem-prefill")["spec"]["clusterIP"]
 
 
@@ -56,7 +56,7 @@ def short_probe(m: Manifests) -> None:
 def grpc_probe_under_tls(m: Manifests) -> None:
     probe = m.container("decode")["readinessProbe"]
     del probe["httpGet"]
-    probe["grpc"] = {"port": 51200}
+    probe["grpc"] = {"port": 21200}
 
 
 FAULTS = [
@@ -120,7 +120,7 @@ FAULTS = [
     Fault(
         "named-service",
         "The Service tandem-decoder is not in these manifests",
-        lambda m: m.variable("gateway", "TANDEM_DECODE").update(value="k8s://tandem-decoder:51200"),
+        lambda m: m.variable("gateway", "TANDEM_DECODE").update(value="k8s://tandem-decoder:21200"),
     ),
     Fault(
         "named-service",
@@ -129,8 +129,8 @@ FAULTS = [
     ),
     Fault(
         "named-service",
-        "tandem-lookahead listens on 51400",
-        lambda m: m.variable("decode", "TANDEM_LOOKAHEAD").update(value="tandem-lookahead:51401"),
+        "tandem-lookahead listens on 21400",
+        lambda m: m.variable("decode", "TANDEM_LOOKAHEAD").update(value="tandem-lookahead:21401"),
     ),
     Fault("named-service", "one address for all pods", one_address_for_all),
     Fault(
@@ -178,7 +178,7 @@ def test_what_is_given_by_flags_secrets_and_beside_sidecars_is_understood() -> N
     reference = {"secretKeyRef": {"name": "tandem-redis", "key": "password"}}
     variables.append({"name": "TANDEM_MAX_BATCH", "valueFrom": reference})
     variables.append({"name": "TANDEM_PORT", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}})
-    variables.remove(next(one for one in variables if one.get("value") == "51100"))
+    variables.remove(next(one for one in variables if one.get("value") == "21100"))
     manifests.settings("gateway").pop("TANDEM_MODEL")
     manifests.container("gateway")["envFrom"].append({"secretRef": {"name": "settings"}})
     findings = examine_manifests(parse(manifests.all))

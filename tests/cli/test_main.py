@@ -219,7 +219,7 @@ def test_the_banner_holds_commands_for_the_chosen_ports() -> None:
 def test_the_banner_of_a_gateway_with_tls_holds_commands_that_use_it() -> None:
     flags = (PodFlag("gateway", "tls-cert", "c.pem"), PodFlag("gateway", "tls-key", "k.pem"))
     text = banner(FleetOptions(model_dir=Path("m"), pod_flags=flags), "tiny", 1.0)
-    assert "tandem chat --target https://127.0.0.1:50051 --ca CA.pem" in text
+    assert "tandem chat --target https://127.0.0.1:20051 --ca CA.pem" in text
     assert "curl --cacert CA.pem -N https://127.0.0.1:8000/v1/chat/completions" in text
     assert "http://" not in text and "plaintext" not in text
 

@@ -21,14 +21,19 @@ OPTIONS = FleetOptions(model_dir=Path("models/m"), num_prefill=2, num_decode=2, 
 def test_the_default_fleet_has_the_documented_ports() -> None:
     plan = plan_fleet(OPTIONS)
     assert {spec.name: dict(spec.ports) for spec in plan.processes} == {
-        "gateway-0": {"grpc": 50051, "http": 8000, "metrics": 52500},
-        "prefill-0": {"grpc": 51100, "metrics": 52100},
-        "prefill-1": {"grpc": 51101, "metrics": 52101},
-        "decode-0": {"grpc": 51200, "kv": 51300, "metrics": 52200},
-        "decode-1": {"grpc": 51201, "kv": 51301, "metrics": 52201},
-        "lookahead": {"grpc": 51400, "metrics": 52400},
+        "gateway-0": {"grpc": 20051, "http": 8000, "metrics": 22500},
+        "prefill-0": {"grpc": 21100, "metrics": 22100},
+        "prefill-1": {"grpc": 21101, "metrics": 22101},
+        "decode-0": {"grpc": 21200, "kv": 21300, "metrics": 22200},
+        "decode-1": {"grpc": 21201, "kv": 21301, "metrics": 22201},
+        "lookahead": {"grpc": 21400, "metrics": 22400},
         "redis": {},
     }
+
+
+def test_default_ports_are_outside_of_those_that_linux_gives_to_clients() -> None:
+    for spec in plan_fleet(replace(OPTIONS, num_prefill=32, num_decode=32, num_gateways=8)).processes:
+        assert all(port < 32768 for port in spec.ports.values()), spec.name
 
 
 def test_who_calls_others_is_stopped_first() -> None:
@@ -58,10 +63,10 @@ def test_pods_and_gateway_get_the_context_and_pods_a_share_of_the_memory() -> No
 def test_the_gateway_and_the_decode_pods_know_their_peers() -> None:
     plan = plan_fleet(OPTIONS)
     gateway = plan.processes[0].command
-    assert gateway[gateway.index("--decode") + 1] == "127.0.0.1:51200,127.0.0.1:51201"
-    assert gateway[gateway.index("--prefill") + 1] == "127.0.0.1:51100,127.0.0.1:51101"
+    assert gateway[gateway.index("--decode") + 1] == "127.0.0.1:21200,127.0.0.1:21201"
+    assert gateway[gateway.index("--prefill") + 1] == "127.0.0.1:21100,127.0.0.1:21101"
     decode = plan.processes[1].command
-    assert decode[decode.index("--lookahead") + 1] == "127.0.0.1:51400"
+    assert decode[decode.index("--lookahead") + 1] == "127.0.0.1:21400"
 
 
 def test_several_gateways_have_consecutive_ports_and_share_a_redis() -> None:
@@ -69,8 +74,8 @@ def test_several_gateways_have_consecutive_ports_and_share_a_redis() -> None:
     plan = plan_fleet(options)
     gateways = [spec for spec in plan.processes if spec.role == "gateway"]
     assert [dict(spec.ports) for spec in gateways] == [
-        {"grpc": 50051, "http": 8000, "metrics": 52500},
-        {"grpc": 50052, "http": 8001, "metrics": 52501},
+        {"grpc": 20051, "http": 8000, "metrics": 22500},
+        {"grpc": 20052, "http": 8001, "metrics": 22501},
     ]
     (redis,) = (spec for spec in plan.processes if spec.role == "redis")
     for spec in gateways:

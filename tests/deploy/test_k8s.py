@@ -649,14 +649,14 @@ def connections(direction: str) -> set[tuple[str, str, int]]:
 
 
 NEEDED = {
-    ("gateway", "decode", 51200),
-    ("gateway", "prefill", 51100),
-    ("decode", "prefill", 51100),
-    ("prefill", "decode", 51300),
+    ("gateway", "decode", 21200),
+    ("gateway", "prefill", 21100),
+    ("decode", "prefill", 21100),
+    ("prefill", "decode", 21300),
     # A decode pod that stops hands its requests over, with their KV.
-    ("decode", "decode", 51200),
-    ("decode", "decode", 51300),
-    ("decode", "lookahead", 51400),
+    ("decode", "decode", 21200),
+    ("decode", "decode", 21300),
+    ("decode", "lookahead", 21400),
     ("lookahead", "redis", 6379),
     ("gateway", "redis", 6379),
 }

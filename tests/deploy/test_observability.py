@@ -136,9 +136,9 @@ RECORD = FleetRecord(
     "tiny",
     True,
     (
-        PodRecord("gateway", "gateway-0", 2, {"grpc": 50051, "http": 8000, "metrics": 52400}),
-        PodRecord("gateway", "gateway-1", 3, {"grpc": 50052, "http": 8001, "metrics": 52401}),
-        PodRecord("decode", "decode-0", 4, {"grpc": 51200, "kv": 51300, "metrics": 52200}),
+        PodRecord("gateway", "gateway-0", 2, {"grpc": 20051, "http": 8000, "metrics": 22400}),
+        PodRecord("gateway", "gateway-1", 3, {"grpc": 20052, "http": 8001, "metrics": 22401}),
+        PodRecord("decode", "decode-0", 4, {"grpc": 21200, "kv": 21300, "metrics": 22200}),
         PodRecord("redis", "redis", 5, {}),
     ),
 )
@@ -149,8 +149,8 @@ def test_observe_scrapes_every_process_that_serves_metrics(tmp_path: Path) -> No
     config = observe.prometheus_config(observe.targets(RECORD), options)
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     assert {name: job["static_configs"][0]["targets"] for name, job in jobs.items()} == {
-        "tandem-decode": ["127.0.0.1:52200"],
-        "tandem-gateway": ["127.0.0.1:52400", "127.0.0.1:52401"],
+        "tandem-decode": ["127.0.0.1:22200"],
+        "tandem-gateway": ["127.0.0.1:22400", "127.0.0.1:22401"],
     }
     assert config["global"]["scrape_interval"] == "500ms"
     assert config["rule_files"] == [str(RULES)]

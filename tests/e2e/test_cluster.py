@@ -32,7 +32,7 @@ class Loaded:
         self.expected = expected
 
     def gateways(self) -> list[str]:
-        return [f"{self.cluster.service_address('tandem-gateway')}:50051"]
+        return [f"{self.cluster.service_address('tandem-gateway')}:20051"]
 
     async def under_load(self, step, seed: int = 1) -> None:
         """Runs the step while two clients stream; no answer may fail or change, and no pod be killed."""
@@ -173,7 +173,7 @@ async def test_with_tls_a_role_rolls_and_renewed_certificates_are_taken(tmp_path
 
         await loaded.under_load(roll)
         plain = decode_pb2_grpc.DecodeServiceStub
-        target = f"{cluster.of('tandem-decode')[0].address}:51200"
+        target = f"{cluster.of('tandem-decode')[0].address}:21200"
         async with grpc.aio.insecure_channel(target) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
                 await plain(channel).GetDecodeStatus(decode_pb2.GetDecodeStatusRequest(), timeout=5.0)

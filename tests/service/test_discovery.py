@@ -7,13 +7,13 @@ import pytest
 from tandem_service.discovery import DnsDiscovery, parse_entry, parse_target
 
 
-@pytest.mark.parametrize("text", ["pod", "pod:", ":51200", "pod:0", "pod:x", "::1:51200", "pod:99999", ""])
+@pytest.mark.parametrize("text", ["pod", "pod:", ":21200", "pod:0", "pod:x", "::1:21200", "pod:99999", ""])
 def test_what_is_no_target_is_refused(text: str):
     with pytest.raises(ValueError, match="no host:port"):
         parse_target(text)
 
 
-@pytest.mark.parametrize("text", ["pod:51200", "10.0.0.7:1", "[::1]:51200"])
+@pytest.mark.parametrize("text", ["pod:21200", "10.0.0.7:1", "[::1]:21200"])
 def test_a_target_reads_back_as_it_was_written(text: str):
     assert str(parse_target(f" {text} ")) == text
 
@@ -46,20 +46,20 @@ async def test_a_name_is_one_target_per_address_and_follows_the_pods(monkeypatch
         (socket.AF_INET, "10.0.0.2"),
         (socket.AF_INET6, "fd::1"),
     ]
-    discovery = DnsDiscovery([parse_target("decode:51200"), parse_target("10.9.9.9:1")], refresh_s=0.0)
-    assert await discovery.targets() == ("10.0.0.1:51200", "10.0.0.2:51200", "10.9.9.9:1")
+    discovery = DnsDiscovery([parse_target("decode:21200"), parse_target("10.9.9.9:1")], refresh_s=0.0)
+    assert await discovery.targets() == ("10.0.0.1:21200", "10.0.0.2:21200", "10.9.9.9:1")
     dns.table["decode"] = [(socket.AF_INET, "10.0.0.3")]
-    assert await discovery.targets() == ("10.0.0.3:51200", "10.9.9.9:1")
+    assert await discovery.targets() == ("10.0.0.3:21200", "10.9.9.9:1")
 
 
 async def test_the_last_answer_holds_while_dns_fails(monkeypatch: pytest.MonkeyPatch):
     dns = _FakeDns(monkeypatch)
     dns.table["decode"] = [(socket.AF_INET6, "fd::1")]
-    discovery = DnsDiscovery([parse_target("decode:51200")], refresh_s=0.0)
-    assert await discovery.targets() == ("[fd::1]:51200",)
+    discovery = DnsDiscovery([parse_target("decode:21200")], refresh_s=0.0)
+    assert await discovery.targets() == ("[fd::1]:21200",)
     dns.table.clear()
     for _ in range(3):
-        assert await discovery.targets() == ("[fd::1]:51200",)
+        assert await discovery.targets() == ("[fd::1]:21200",)
 
 
 @pytest.mark.parametrize("error", [socket.EAI_NONAME, socket.EAI_NODATA])
@@ -67,19 +67,19 @@ async def test_a_name_that_has_no_address_any_more_has_no_pods(monkeypatch: pyte
     """A role at zero: the second answer counts, since a single one may be a mistake."""
     dns = _FakeDns(monkeypatch)
     dns.error = error
-    discovery = DnsDiscovery([parse_target("decode:51200")], refresh_s=0.0)
+    discovery = DnsDiscovery([parse_target("decode:21200")], refresh_s=0.0)
     dns.table["decode"] = [(socket.AF_INET, "10.0.0.1")]
-    assert await discovery.targets() == ("10.0.0.1:51200",)
+    assert await discovery.targets() == ("10.0.0.1:21200",)
     dns.table.clear()
-    assert await discovery.targets() == ("10.0.0.1:51200",)
+    assert await discovery.targets() == ("10.0.0.1:21200",)
     assert await discovery.targets() == ()
     dns.table["decode"] = [(socket.AF_INET, "10.0.0.2")]
-    assert await discovery.targets() == ("10.0.0.2:51200",)
+    assert await discovery.targets() == ("10.0.0.2:21200",)
     dns.table.clear()
-    assert await discovery.targets() == ("10.0.0.2:51200",)
+    assert await discovery.targets() == ("10.0.0.2:21200",)
 
 
-@pytest.mark.parametrize("text", ["k8s://decode:51200", "k8s://decode.models:51200", "10.0.0.7:1"])
+@pytest.mark.parametrize("text", ["k8s://decode:21200", "k8s://decode.models:21200", "10.0.0.7:1"])
 def test_an_entry_is_an_address_a_name_or_a_service(text: str):
     assert str(parse_entry(text)) == text
 
@@ -95,7 +95,7 @@ def test_a_wrong_service_says_what_is_expected(text: str):
 async def test_dns_is_asked_once_per_refresh(monkeypatch: pytest.MonkeyPatch):
     dns = _FakeDns(monkeypatch)
     dns.table["decode"] = [(socket.AF_INET, "10.0.0.1")]
-    discovery = DnsDiscovery([parse_target("decode:51200")], refresh_s=60.0)
+    discovery = DnsDiscovery([parse_target("decode:21200")], refresh_s=60.0)
     for _ in range(3):
         await discovery.targets()
     assert dns.asked == 1

@@ -15,10 +15,10 @@ from waiting import pause_async, until, until_async
 
 
 class Followed:
-    """A discovery of `k8s://decode:51200`, and whether it has changed."""
+    """A discovery of `k8s://decode:21200`, and whether it has changed."""
 
     def __init__(self) -> None:
-        self.discovery = Discovery(["k8s://decode:51200"])
+        self.discovery = Discovery(["k8s://decode:21200"])
         self.changed = asyncio.Event()
 
     async def start(self) -> None:
@@ -50,15 +50,15 @@ async def followed(api: ApiStub) -> AsyncIterator[Followed]:
     api.put(ENDPOINT_SLICES, endpoint_slice("prefill", endpoint("10.0.9.9")))
     followed = Followed()
     await followed.start()
-    await followed.until("10.0.0.1:51200", "10.0.0.2:51200")
+    await followed.until("10.0.0.1:21200", "10.0.0.2:21200")
     yield followed
     await followed.discovery.close()
 
 
 async def test_the_pods_of_the_service_are_listed_with_their_zones(followed: Followed) -> None:
     assert await followed.discovery.endpoints() == (
-        Endpoint("10.0.0.1:51200", zone="a"),
-        Endpoint("10.0.0.2:51200"),
+        Endpoint("10.0.0.1:21200", zone="a"),
+        Endpoint("10.0.0.2:21200"),
     )
 
 
@@ -72,11 +72,11 @@ async def test_a_pod_that_terminates_or_is_not_ready_is_withheld(api: ApiStub, f
             endpoint("10.0.0.3", ready=False),
         ),
     )
-    await followed.until("10.0.0.2:51200")
+    await followed.until("10.0.0.2:21200")
     assert await followed.discovery.endpoints() == (
-        Endpoint("10.0.0.1:51200", withheld="it terminates"),
-        Endpoint("10.0.0.2:51200"),
-        Endpoint("10.0.0.3:51200", withheld="it is not ready"),
+        Endpoint("10.0.0.1:21200", withheld="it terminates"),
+        Endpoint("10.0.0.2:21200"),
+        Endpoint("10.0.0.3:21200", withheld="it is not ready"),
     )
 
 
@@ -105,7 +105,7 @@ async def test_a_cut_watch_goes_on_from_its_version(api: ApiStub, followed: Foll
     await until(lambda: "watch" in api.requests)
     api.disconnect()
     api.put(ENDPOINT_SLICES, endpoint_slice("decode", endpoint("10.0.0.3")))
-    await followed.until("10.0.0.3:51200")
+    await followed.until("10.0.0.3:21200")
     assert api.requests.count("list") == 1
 
 
@@ -114,7 +114,7 @@ async def test_bookmarks_move_the_version_on_while_nothing_changes(api: ApiStub)
     followed = Followed()
     api.put(ENDPOINT_SLICES, endpoint_slice("decode", endpoint("10.0.0.1")))
     await followed.start()
-    await followed.until("10.0.0.1:51200")
+    await followed.until("10.0.0.1:21200")
     for number in range(20):  # of another Service
         api.put(ENDPOINT_SLICES, endpoint_slice("prefill", endpoint(f"10.0.9.{number}")))
     await pause_async(0.3)
@@ -139,7 +139,7 @@ async def test_after_a_forgotten_version_everything_is_listed_again(
     api.compact()
     if not is_open:
         await api.start()
-    await followed.until("10.0.0.4:51200")
+    await followed.until("10.0.0.4:21200")
 
 
 @pytest.mark.parametrize("outage_s", [1.0, pytest.param(60.0, marks=pytest.mark.wide)])
@@ -149,11 +149,11 @@ async def test_while_the_api_server_is_away_the_known_pods_stay(
     await api.stop()
     until = time.monotonic() + outage_s
     while time.monotonic() < until:
-        assert await followed.usable() == ["10.0.0.1:51200", "10.0.0.2:51200"]
+        assert await followed.usable() == ["10.0.0.1:21200", "10.0.0.2:21200"]
         await pause_async(0.1)
     api.put(ENDPOINT_SLICES, endpoint_slice("decode", endpoint("10.0.0.5")))
     await api.start()
-    await followed.until("10.0.0.5:51200")
+    await followed.until("10.0.0.5:21200")
 
 
 @pytest.mark.parametrize("verb", ["list", "watch"])
@@ -168,7 +168,7 @@ async def test_a_role_that_is_missing_is_named_and_asked_for_with_pauses(
     assert "may not list and watch endpointslices.discovery.k8s.io" in capsys.readouterr().out
     api.put(ENDPOINT_SLICES, endpoint_slice("decode", endpoint("10.0.0.1")))
     api.forbidden = set()
-    await followed.until("10.0.0.1:51200")
+    await followed.until("10.0.0.1:21200")
     await followed.discovery.close()
 
 

@@ -35,9 +35,9 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_list_of_targets_is_one_flag():
-    assert load(ExampleSettings, ["--prefill", "10.0.0.1:51100,[::1]:51101"]).prefill == (
-        "10.0.0.1:51100",
-        "[::1]:51101",
+    assert load(ExampleSettings, ["--prefill", "10.0.0.1:21100,[::1]:21101"]).prefill == (
+        "10.0.0.1:21100",
+        "[::1]:21101",
     )
 
 

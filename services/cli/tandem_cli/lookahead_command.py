@@ -15,7 +15,7 @@ from tandem_cli.options import fail
 app = typer.Typer(help="Show, export, import or remove shared text.", no_args_is_help=True)
 
 #: Address in the default fleet of `tandem up`.
-DEFAULT_SERVICE = "127.0.0.1:51400"
+DEFAULT_SERVICE = "127.0.0.1:21400"
 ServiceOption = Annotated[str, typer.Option("--target", help="gRPC address of the lookahead service.")]
 
 

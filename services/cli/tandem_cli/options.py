@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from tandem_service.tls import PodTls, Role
 
-DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_TARGET = "127.0.0.1:20051"
 
 ModelOption = Annotated[str, typer.Option(help="Name of a pulled model, a Hugging Face id, or a path.")]
 DtypeOption = Annotated[

@@ -1,8 +1,8 @@
 """Discovers the current pods of a role from the entries of its setting:
 
-    10.0.0.7:51200                 one pod
-    tandem-decode:51200            a DNS name: one pod per address; resolved again every few seconds
-    k8s://tandem-decode:51200      the pods of a Kubernetes Service, watched through the API server
+    10.0.0.7:21200                 one pod
+    tandem-decode:21200            a DNS name: one pod per address; resolved again every few seconds
+    k8s://tandem-decode:21200      the pods of a Kubernetes Service, watched through the API server
                                    (kubernetes_watch.py); k8s://NAME.NAMESPACE:PORT in another namespace
 
 A consumer calls `Discovery.endpoints()` and opens or closes channels to match.
@@ -61,7 +61,7 @@ def parse_target(text: str) -> Target:
     elif ":" in host:
         separator = ""  # a bare IPv6 address, in which the port is ambiguous
     if not separator or not host or not port.isdigit() or not 0 < int(port) <= 65535:
-        raise ValueError(f"{text.strip()!r} is no host:port, such as 10.0.0.7:51200")
+        raise ValueError(f"{text.strip()!r} is no host:port, such as 10.0.0.7:21200")
     return Target(host, int(port))
 
 

@@ -314,7 +314,7 @@ def is_loopback(host: str) -> bool:
 
 
 def peer_host(peer: str) -> str:
-    """ "ipv4:10.0.0.7:51200" -> "10.0.0.7"; "ipv6:%5B::1%5D:51200" -> "::1"; "" for anything else."""
+    """ "ipv4:10.0.0.7:21200" -> "10.0.0.7"; "ipv6:%5B::1%5D:21200" -> "::1"; "" for anything else."""
     kind, _, address = peer.replace("%5B", "[").replace("%5D", "]").partition(":")
     return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 

@@ -35,7 +35,7 @@ class GatewaySettings(RedisSettings):
 
     role = Role.GATEWAY
 
-    grpc_port: Port = 50051
+    grpc_port: Port = 20051
     """port of the gRPC API; 0 takes a free one"""
     http_port: Port = 8000
     """port of the OpenAI API, /dashboard, /health, /metrics and /fleet; 0 takes a free one"""

@@ -325,5 +325,5 @@ def endpoint_slice(
         },
         "addressType": family,
         "endpoints": list(endpoints),
-        "ports": [{"name": "grpc", "port": 51200, "protocol": "TCP"}],
+        "ports": [{"name": "grpc", "port": 21200, "protocol": "TCP"}],
     }

@@ -71,7 +71,7 @@ async def _load(
     if options.transport == "http":
         transport: Transport = HttpTransport(options.target or "http://127.0.0.1:8000", options)
     else:
-        transport = GrpcTransport(options.target or "127.0.0.1:50051", options)
+        transport = GrpcTransport(options.target or "127.0.0.1:20051", options)
     console = Console()
     num_done = 0
 

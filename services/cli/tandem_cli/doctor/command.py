@@ -45,7 +45,7 @@ def doctor(
         Path | None, typer.Option(envvar="TANDEM_REDIS_CA_FILE", help="Verifies Redis (rediss://).")
     ] = None,
     state_file: Annotated[
-        Path | None, typer.Option(help="State file of `tandem up`; default: run/50051.json in the cache.")
+        Path | None, typer.Option(help="State file of `tandem up`; default: run/20051.json in the cache.")
     ] = None,
     api_key: ApiKeyOption = None,
     ca: CaOption = None,
@@ -103,7 +103,7 @@ def _of_up(state_file: Path | None, access: Access) -> list[Finding]:
     from tandem_cli.up.state_file import read_state
     from tandem_cli.up.up_plan import certificate_files
 
-    path = state_file or cache_root() / "run" / "50051.json"
+    path = state_file or cache_root() / "run" / "20051.json"
     try:
         record = read_state(path)
     except FileNotFoundError:

@@ -63,9 +63,9 @@ class FleetOptions:
         ),
     ] = 1
     host: Annotated[str, typer.Option(help="Address all pods listen on.")] = "127.0.0.1"
-    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, gRPC.")] = 50051
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, gRPC.")] = 20051
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, HTTP.")] = 8000
-    base_port: Annotated[int, typer.Option(min=1, max=64000, help="First port of the other pods.")] = 51100
+    base_port: Annotated[int, typer.Option(min=1, max=64000, help="First port of the other pods.")] = 21100
     threads: Annotated[
         int | None, typer.Option(help="CPU threads per engine pod; unset: pods of a role divide the cores.")
     ] = None

@@ -177,7 +177,7 @@ def banner(options: FleetOptions, model_name: str, seconds: float) -> str:
         )
     else:
         url = f"http://{http_target}"
-        chat = "tandem chat" if grpc_target == "127.0.0.1:50051" else f"tandem chat --target {grpc_target}"
+        chat = "tandem chat" if grpc_target == "127.0.0.1:20051" else f"tandem chat --target {grpc_target}"
         curl, python, grpcurl = "curl", "python", "grpcurl -plaintext"
     pods = f"{options.num_prefill} prefill, {options.num_decode} decode, speculation {options.speculation}"
     return f"""

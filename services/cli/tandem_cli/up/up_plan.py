@@ -1,6 +1,6 @@
 """Plans the processes of `tandem up`, their flags and their ports; starts nothing.
 
-gateway i  gRPC 50051 + i, HTTP 8000 + i         redis  a unix socket, no port
+gateway i  gRPC 20051 + i, HTTP 8000 + i         redis  a unix socket, no port
 prefill i  base + i         decode j     base + 100 + j
 lookahead  base + 300       decode j's KV ingress  base + 200 + j       metrics  port + 1000
 """
