@@ -104,7 +104,9 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     manifest = ModelManifest.read(config.model).limited_to(config.max_model_len)
     tokenizer = Tokenizer(config.model)
     numerics = pick_numerics(config.model, config.dtype, config.quantization, str(device))
-    decoder = load_decoder(config.model, numerics.dtype, str(device), numerics.quantization)
+    decoder = load_decoder(
+        config.model, numerics.dtype, str(device), numerics.quantization, manifest.max_model_len
+    )
     if device.type == "cuda" and decoder.config.head_dim > MAX_HEAD_SIZE:
         raise ModelLoadError(
             f"head size {decoder.config.head_dim} is more than the {MAX_HEAD_SIZE} that attention on a "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import shutil
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -186,3 +188,30 @@ def test_a_shorter_context_limits_requests(long_context_model: Path) -> None:
     assert llm.manifest == replace(llm.manifest, max_model_len=100)
     (done,) = llm.generate([toy_models.prompt_of(90)], SamplingParams(max_tokens=64, ignore_eos=True))
     assert len(done.token_ids) == 10
+
+
+def test_a_shorter_context_takes_less_memory(
+    long_context_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A context of a million tokens, of which 2,048 are used, takes as much as one of 2,048."""
+    folder = tmp_path / "million"
+    shutil.copytree(long_context_model, folder)
+    for name, key in (("config.json", "max_position_embeddings"), ("tandem.json", "max_model_len")):
+        path = folder / name
+        if path.exists():
+            path.write_text(json.dumps({**json.loads(path.read_text()), key: 1_000_000}))
+    said = []
+    for model in (long_context_model, folder):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="tandem_engine"):
+            LLM(model, max_model_len=2048, threads=1)
+        said += [r.args[0] for r in caplog.records if isinstance(r.args, tuple) and r.msg == "memory: %s"]
+    short, long = said
+    assert (long.step, long.kv) == (short.step, short.kv)
+
+
+def test_the_decoder_is_as_long_as_the_texts(long_context_model: Path) -> None:
+    decoder = model_loader.load_decoder(long_context_model, torch.float32, max_model_len=128)
+    assert decoder.config.max_model_len == 128
+    whole = model_loader.load_decoder(long_context_model, torch.float32)
+    assert whole.config.max_model_len == LONG_CONTEXT

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -39,9 +39,13 @@ def load_decoder(
     dtype: torch.dtype,
     device: str = "cpu",
     quantization: Quantization = Quantization.NONE,
+    max_model_len: int = 0,
 ) -> Decoder:
-    """The model of `folder` in `dtype`. Raises ModelLoadError."""
+    """The model of `folder` in `dtype`, for texts of `max_model_len` tokens; 0: the model's own limit. Raises
+    ModelLoadError."""
     config = ModelConfig.from_folder(folder)
+    # The rotation table and attention's states are as long.
+    config = replace(config, max_model_len=min(max_model_len or config.max_model_len, config.max_model_len))
     target = torch.device(device)
     form = WeightForm(dtype, runs_packed(dtype, target), quantization)
     path = ensure_weights(folder, dtype, packed=form.packed, quantization=quantization)
