@@ -364,6 +364,27 @@ async def test_a_tenants_rate_of_tokens_is_limited(pods, gateway, tmp_path):
     assert 1 <= int(third.headers["retry-after"]) <= 2 * used * 60 / 40
 
 
+async def test_requests_hold_the_tokens_that_they_may_use(pods, gateway, tmp_path):
+    """Otherwise all that begin at once may leave a debt of an hour."""
+    keys = tmp_path / "keys.jsonl"
+    line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "tokens_per_minute": 100}
+    keys.write_text(json.dumps(line))
+    pod = await pods(pause_s=30.0)
+    front = await gateway(pod, api_keys_file=keys)
+    headers = {"authorization": "Bearer k"}
+    body = {"messages": USER, "max_tokens": 150}
+    running = [asyncio.create_task(front.http.post(CHAT, json=body, headers=headers))]
+    await front.until_metric("tandem_requests_in_flight", 1)
+    refused = await front.http.post(CHAT, json=body, headers=headers)
+    assert refused.status_code == 429
+    assert 25 <= int(refused.headers["retry-after"]) <= 60, "the debt is that of one request"
+    running[0].cancel()
+    await front.until_metric("tandem_requests_in_flight", 0)
+    pod.pause_s = 0.0
+    again = await front.http.post(CHAT, json=body, headers=headers)
+    assert again.status_code == 200, "it gave back what it did not use"
+
+
 async def test_a_caller_cannot_choose_its_tenant(pods, gateway, keys_file):
     pod = await pods()
     front = await gateway(pod, api_keys_file=keys_file)
@@ -463,7 +484,7 @@ def test_a_gateway_off_loopback_without_keys_does_not_start(model_folder, given_
 
 async def test_a_refused_request_uses_no_tokens(pods, gateway, tmp_path):
     keys = tmp_path / "keys.jsonl"
-    line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "tokens_per_minute": 60}
+    line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "tokens_per_minute": 1200}
     keys.write_text(json.dumps(line | {"max_requests": 1}))
     pod = await pods(pause_s=30.0)
     front = await gateway(pod, api_keys_file=keys)

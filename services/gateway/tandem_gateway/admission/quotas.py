@@ -57,7 +57,8 @@ class OpenCalls:
 class TokenRates:
     """Token buckets of tenants: at most a minute's tokens, refilled steadily. Belongs to one event loop.
 
-    A request may begin while there is a token, and then uses what it needs: a bucket may become negative.
+    A request may begin while there is a token, and then holds all that it may use: a bucket may become
+    negative, by the tokens of one request. What it did not use is given back at its end.
     """
 
     def __init__(self) -> None:

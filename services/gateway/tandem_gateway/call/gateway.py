@@ -377,17 +377,19 @@ class Gateway:
         num_prompt = sum(len(prompt) for prompt in {request.prompt_token_ids for request in requests})
         if trace.is_recording:
             trace.set(trace_attributes.of_choices(len(requests), num_prompt))
-        num_unused = 0
+        #: Tokens that the tenant's quota holds for the call, and those of them that are prompt.
+        num_held = num_computed = 0
         #: Fields of a refusal. Keeping the error itself would create a cycle with this frame.
         refusal: dict[str, str] = {}
         try:
-            self._rates.take(first.tenant, first.limits.tokens_per_minute, num_prompt)
-            num_unused = num_prompt
+            num_wanted = num_prompt + sum(request.sampling.max_tokens for request in requests)
+            self._rates.take(first.tenant, first.limits.tokens_per_minute, num_wanted)
+            num_held = num_wanted
             # All prompts meet their objectives if the longest one does after the others.
             longest = max(requests, key=lambda one: len(one.prompt_token_ids))
             num_others = num_prompt - len(longest.prompt_token_ids)
             async with self._admission.slot(longest, num_places(requests), num_others) as admitted:
-                num_unused = 0
+                num_computed = num_prompt
                 for choice in running:
                     choice.admitted(admitted)
                 num_left = len(running)
@@ -443,8 +445,8 @@ class Gateway:
             raise
         finally:
             self._running_ids.discard(first.request_id)
-            num_tokens = sum(choice.num_tokens for choice in running)
-            self._rates.charge(first.tenant, first.limits.tokens_per_minute, num_tokens - num_unused)
+            num_computed += sum(choice.num_tokens for choice in running)
+            self._rates.charge(first.tenant, first.limits.tokens_per_minute, num_computed - num_held)
             for choice in running:
                 of_choice = Outcome.OK if choice.end is not None else outcome
                 choice.metrics.ended(of_choice)
