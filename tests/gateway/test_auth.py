@@ -1,7 +1,9 @@
 """API keys: on both faces, tenants, SLO classes, and a keys file that says what is wrong with it."""
 
+import contextlib
 import hashlib
 import json
+import time
 
 import grpc
 import openai
@@ -15,6 +17,7 @@ from waiting import pause_async, until_async
 
 REQUEST = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="hi")])
 USER = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
 
 
 def line(key: str, tenant: str, **fields: object) -> str:
@@ -142,6 +145,76 @@ def test_a_tenant_has_one_weight(tmp_path):
     path.write_text(f"{line('a', 'acme')}\n{line('b', 'acme', weight=3)}\n{line('c', 'blue')}\n")
     keys = ApiKeys.load(path)
     assert [keys.authenticate(f"Bearer {key}").weight for key in "abc"] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("field", ["max_requests", "tokens_per_minute"])
+def test_limits_belong_to_the_tenant_and_not_to_a_line(field, tmp_path):
+    """Otherwise a second key, as while a key is rotated, has none."""
+    path = tmp_path / "keys"
+    path.write_text(f"{line('a', 'acme', **{field: 7})}\n{line('b', 'acme')}\n{line('c', 'blue')}\n")
+    keys = ApiKeys.load(path)
+    assert [getattr(keys.authenticate(f"Bearer {key}"), field) for key in "abc"] == [7, 7, None]
+    path.write_text(f"{line('a', 'acme', **{field: 7})}\n{line('b', 'acme', **{field: 8})}\n")
+    with pytest.raises(KeyFileError, match=f":2: {field}: tenant acme has 7 in a line before and 8 here"):
+        ApiKeys.load(path)
+
+
+def test_a_key_has_one_line(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"{line('a', 'acme')}\n\n{line('a', 'evil', operator=True)}\n")
+    with pytest.raises(KeyFileError, match=r":3: key_sha256: line 1 has the same key"):
+        ApiKeys.load(path)
+
+
+def test_a_file_is_read_again_only_when_it_is_no_longer_written(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"{line('a', 'acme')}\n{line('b', 'acme')}\n")
+    keys = ApiKeys.load(path)
+    path.write_text(f"{line('a', 'acme')}\n")
+    keys.refresh()
+    assert keys.authenticate("Bearer b").tenant == "acme", "it may be half written"
+    path.write_text(f"{line('a', 'acme')}\n{line('b', 'acme')}\n{line('c', 'blue')}\n")
+    keys.refresh()
+    keys.refresh()
+    assert keys.authenticate("Bearer c").tenant == "blue"
+
+
+def test_a_check_takes_no_longer_with_many_keys(tmp_path):
+    def seconds(number: int) -> float:
+        path = tmp_path / "keys"
+        path.write_text("\n".join(line(f"key {n}", "acme") for n in range(number)))
+        keys, times = ApiKeys.load(path), []
+        for _ in range(5):
+            began = time.perf_counter()
+            for _ in range(200):
+                with contextlib.suppress(UnauthenticatedError):
+                    keys.authenticate("Bearer wrong")
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    assert seconds(4000) < 3 * seconds(4)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/tokenize", "/fleet", "/v1/messages", "/v1/chat/completions"]
+)
+async def test_each_route_takes_the_key_of_anthropics_clients(path, pods, gateway, keys_file):
+    front = await gateway(await pods(), api_keys_file=keys_file)
+    headers = {"x-api-key": "acme-key"}
+    if path in ("/v1/models", "/fleet"):
+        answer = await front.http.get(path, headers=headers)
+    else:
+        body = {"prompt": "hi"} if path == "/tokenize" else {"messages": USER, "max_tokens": 4}
+        answer = await front.http.post(path, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    wrong = await front.http.get("/v1/models", headers={"x-api-key": "wrong"})
+    assert wrong.status_code == 401
+
+
+async def test_grpc_takes_the_key_of_anthropics_clients(pods, gateway, keys_file):
+    front = await gateway(await pods(), api_keys_file=keys_file)
+    request = gateway_pb2.ListModelsRequest()
+    assert (await front.grpc.ListModels(request, metadata=(("x-api-key", "acme-key"),))).models
 
 
 async def test_refused_callers_are_counted_for_every_protocol(pods, gateway, keys_file):

@@ -1,24 +1,25 @@
-"""API keys: maps `Authorization: Bearer KEY` to a tenant.
+"""API keys: maps `Authorization: Bearer KEY`, or `x-api-key: KEY`, to a tenant.
 
 The keys file has one JSON object per line, with digests only:
 
     {"key_sha256": "9f86d0...", "tenant": "acme", "slo_classes": ["interactive", "batch"]}
 
 `slo_classes` is optional (default: all); its first is the caller's default. `min_ttft_ms`, `min_tpot_ms` and
-`min_e2e_ms` bound the objectives that a request may ask for; `weight` (1) is the tenant's relative share of
-the work when demand exceeds capacity. `"operator": true` gives the key access to the dashboard and /metrics,
-which show the requests of all tenants. A changed file is read again within seconds. Without a keys file every
-caller is the tenant "default" with access to everything.
+`min_e2e_ms` bound the objectives that a request may ask for. `"operator": true` gives the key access to the
+dashboard and /metrics, which show the requests of all tenants. Three fields belong to the tenant, in any of
+its lines: `weight` (1), its relative share of the work when demand exceeds capacity; `max_requests`, at once;
+and `tokens_per_minute`. A changed file is read again within seconds. Without a keys file every caller is the
+tenant "default" with access to everything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,6 +30,14 @@ from tandem_gateway.errors import ForbiddenError, GatewayError, UnauthenticatedE
 
 #: Time between two checks of the file.
 _FOLLOW_S = 2.0
+#: Fields of a keys file that all lines of a tenant share.
+_OF_TENANT = ("weight", "max_requests", "tokens_per_minute")
+
+
+def authorization(headers: Mapping[str, str]) -> str:
+    """The value for `ApiKeys.authenticate` from a request's headers, whose names are in lower case."""
+    key = headers.get("x-api-key", "")
+    return headers.get("authorization", f"Bearer {key}" if key else "")
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ class ApiKeys:
         self._callers = callers
         self._anyone = anyone
         self._path = path
-        self._version = version
+        self._version = self._seen = version
         #: Called with the error of each refused caller.
         self.on_refusal: Callable[[GatewayError], None] = lambda _: None
 
@@ -149,7 +158,8 @@ class ApiKeys:
         except (OSError, UnicodeDecodeError) as error:
             raise KeyFileError(f"API keys file {path} cannot be read: {error}") from error
         callers: dict[bytes, Caller] = {}
-        weights: dict[str, float] = {}
+        numbers: dict[bytes, int] = {}
+        shared: dict[str, dict[str, Any]] = {}
         for number, line in enumerate(lines, start=1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
@@ -165,24 +175,29 @@ class ApiKeys:
                 raise KeyFileError(
                     f"{path}:{number}: slo_classes: {sorted(unknown)} unknown; use {tuple(slo_classes)}"
                 )
-            if entry.weight is not None and weights.setdefault(entry.tenant, entry.weight) != entry.weight:
-                raise KeyFileError(
-                    f"{path}:{number}: weight: tenant {entry.tenant} has {weights[entry.tenant]:g} in a line "
-                    f"before and {entry.weight:g} here; give one"
-                )
-            callers[bytes.fromhex(entry.key_sha256)] = Caller(
+            of_tenant = shared.setdefault(entry.tenant, {})
+            for name in _OF_TENANT:
+                value = getattr(entry, name)
+                if value is not None and of_tenant.setdefault(name, value) != value:
+                    raise KeyFileError(
+                        f"{path}:{number}: {name}: tenant {entry.tenant} has {of_tenant[name]:g} in a line "
+                        f"before and {value:g} here; give one"
+                    )
+            digest = bytes.fromhex(entry.key_sha256)
+            if digest in numbers:
+                raise KeyFileError(f"{path}:{number}: key_sha256: line {numbers[digest]} has the same key")
+            numbers[digest] = number
+            callers[digest] = Caller(
                 entry.tenant,
                 allowed,
                 slo_classes,
-                entry.max_requests,
-                entry.tokens_per_minute,
                 tightest=SloTarget(
                     "", entry.min_ttft_ms / 1000, entry.min_tpot_ms / 1000, entry.min_e2e_ms / 1000
                 ),
                 is_operator=entry.operator,
             )
         for digest, caller in callers.items():
-            callers[digest] = replace(caller, weight=weights.get(caller.tenant, caller.weight))
+            callers[digest] = replace(caller, **shared[caller.tenant])
         return cls(callers, anyone, path, version)
 
     async def follow(self) -> None:
@@ -192,10 +207,12 @@ class ApiKeys:
             self.refresh()
 
     def refresh(self) -> None:
-        """Reads the file again if it changed. A damaged file changes nothing and logs a warning. Running
-        answers of removed keys continue."""
-        version = _version(self._path)
-        if version == self._version:
+        """Reads the file again if it has changed, and has not changed since the last look: it may be only
+        half written. A damaged file changes nothing and logs a warning. Running answers of removed keys
+        continue."""
+        version, seen = _version(self._path), self._seen
+        self._seen = version
+        if version == self._version or version != seen:
             return
         self._version = version
         log = structlog.get_logger("tandem.auth")
@@ -221,12 +238,8 @@ class ApiKeys:
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthenticatedError("an API key is needed: send `Authorization: Bearer KEY`")
-        digest = hashlib.sha256(key.strip().encode()).digest()
-        found: Caller | None = None
-        # Constant time and every key, so that timing reveals nothing about the keys.
-        for known, caller in self._callers.items():
-            if hmac.compare_digest(known, digest):
-                found = caller
+        # How long a search by digest takes reveals nothing about the keys.
+        found = self._callers.get(hashlib.sha256(key.strip().encode()).digest())
         if found is None:
             raise UnauthenticatedError("the API key is not known here; check it for typing errors")
         return found

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import ATTAINMENT_OBJECTIVE
 
-from tandem_gateway.auth import ApiKeys
+from tandem_gateway.auth import ApiKeys, authorization
 from tandem_gateway.dashboard.ended import SHOWN_PER_SECOND
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.rows import COLUMNS
@@ -71,7 +71,7 @@ def dashboard_routes(history: History, keys: ApiKeys, *, gateway_id: str, model:
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
             raise InvalidRequestError("since", f"is {quoted(given)}: {message}") from None
-        keys.authenticate_operator(request.headers.get("authorization", ""))
+        keys.authenticate_operator(authorization(request.headers))
         stop, samples = history.since(since, _MAX_SAMPLES)
         newest = history.next_number - 1
         body = b'{"about":%b,"next":%d,"newest":%d,"samples":%b}' % (about_json, stop, newest, samples)

@@ -21,7 +21,7 @@ from tandem_service.interceptors import Metadata, current_request_id
 
 from tandem_gateway.answers.answer import Answer
 from tandem_gateway.answers.answers import Answers
-from tandem_gateway.auth import ApiKeys, Caller
+from tandem_gateway.auth import ApiKeys, Caller, authorization
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.grpc_messages import to_messages, to_options, to_tool_choice
 from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text, without_output
@@ -52,10 +52,8 @@ class CallContext(Protocol):
 
 def caller_of(keys: ApiKeys, metadata: Metadata) -> Caller:
     """Raises UnauthenticatedError."""
-    for name, value in metadata:
-        if name == "authorization" and isinstance(value, str):
-            return keys.authenticate(value)
-    return keys.authenticate("")
+    headers = {name: value for name, value in metadata if isinstance(value, str)}
+    return keys.authenticate(authorization(headers))
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):

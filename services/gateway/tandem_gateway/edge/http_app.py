@@ -26,7 +26,7 @@ from tandem_service.tracing import current
 
 from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.answers.answers import Answers
-from tandem_gateway.auth import ApiKeys
+from tandem_gateway.auth import ApiKeys, authorization
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.routes import dashboard_routes
@@ -143,13 +143,13 @@ def make_app(
 
     async def metrics(request: Request) -> Response:
         # It names every tenant, so it needs a key. Prometheus uses the port of --metrics-port, without keys.
-        keys.authenticate_operator(request.headers.get("authorization", ""))
+        keys.authenticate_operator(authorization(request.headers))
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         # Takes tens of milliseconds, for which streams must not wait.
         return Response(await asyncio.to_thread(encode, registry), media_type=content_type)
 
     async def fleet_status(request: Request) -> Response:
-        caller = keys.authenticate(request.headers.get("authorization", ""))
+        caller = keys.authenticate(authorization(request.headers))
         body = MessageToJson(
             gateway.fleet_status(caller),
             preserving_proto_field_name=True,

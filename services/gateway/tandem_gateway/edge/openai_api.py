@@ -33,7 +33,7 @@ from tandem_proto.v1 import decode_pb2
 from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.answers.answer import Answer, Sent
 from tandem_gateway.answers.answers import Answers
-from tandem_gateway.auth import ApiKeys, Caller
+from tandem_gateway.auth import ApiKeys, Caller, authorization
 from tandem_gateway.call.gateway import MAX_MESSAGES, Gateway
 from tandem_gateway.dialects.messages_models import MessagesBody
 from tandem_gateway.dialects.messages_render import MessagesRenderer
@@ -55,7 +55,6 @@ _DIALECTS: tuple[tuple[str, type[AnyBody], type[Renderer]], ...] = (
     ("/v1/responses", ResponsesBody, ResponsesRenderer),
     ("/v1/messages", MessagesBody, MessagesRenderer),
 )
-_API_KEY = "x-api-key"
 _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
 _SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
 _SLO_TTFT, _SLO_TPOT, _SLO_E2E = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"
@@ -82,11 +81,11 @@ class OpenAiApi:
         ]
 
     async def _models(self, request: Request) -> JSONResponse:
-        caller = self._keys.authenticate(request.headers.get("authorization", ""))
+        caller = self._keys.authenticate(authorization(request.headers))
         return JSONResponse({"object": "list", "data": [self._model_json(caller)]})
 
     async def _model(self, request: Request) -> JSONResponse:
-        caller = self._keys.authenticate(request.headers.get("authorization", ""))
+        caller = self._keys.authenticate(authorization(request.headers))
         self._gateway.check_model(request.path_params["name"])
         return JSONResponse(self._model_json(caller))
 
@@ -116,7 +115,7 @@ class OpenAiApi:
         position: tuple[int, ...] = ()
         is_streamed = True
         started_ns, kind = time.monotonic_ns(), renderer_kind.answer_kind
-        caller = self._keys.authenticate(_authorization(request.headers))
+        caller = self._keys.authenticate(authorization(request.headers))
         with self._gateway.counting_refusals():
             self._gateway.begin_trace(request.headers.items(), kind, started_ns=started_ns)
             last_event_id = request.headers.get(_LAST_EVENT_ID)
@@ -285,12 +284,6 @@ async def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json
     if renderer.is_large([event]):
         return await asyncio.to_thread(renderer.chunk, event, with_usage_field=with_usage)
     return renderer.chunk(event, with_usage_field=with_usage)
-
-
-def _authorization(headers: Headers) -> str:
-    """The Authorization header, or the key in the header of Anthropic's clients."""
-    key = headers.get(_API_KEY)
-    return headers.get("authorization", f"Bearer {key}" if key else "")
 
 
 def _slo_class(body: ChatBody | CompletionBody, headers: Headers) -> str:

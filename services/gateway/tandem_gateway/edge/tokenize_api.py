@@ -19,7 +19,7 @@ from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import check_token_ids
 
 from tandem_gateway.admission.quotas import OpenCalls
-from tandem_gateway.auth import ApiKeys, Caller
+from tandem_gateway.auth import ApiKeys, Caller, authorization
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.json_body import JsonBody
 from tandem_gateway.dialects.openai_models import ChatBody, parse_json
@@ -78,7 +78,7 @@ class TokenizeApi:
     @asynccontextmanager
     async def _body(self, request: Request, kind: type[BodyT]) -> AsyncIterator[tuple[Caller, BodyT]]:
         """Surrounds a call: authenticates, and reads the body. Raises InvalidRequestError, GatewayError."""
-        caller = self._keys.authenticate(request.headers.get("authorization", ""))
+        caller = self._keys.authenticate(authorization(request.headers))
         with self._calls.hold(caller):
             body = parse_json(kind, await read_body(request, self._gateway))
             self._gateway.check_model(body.model or "")
