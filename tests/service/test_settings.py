@@ -1,6 +1,7 @@
 """Settings: flags win over environment, and a bad value is one sentence and exit code 2."""
 
 import pytest
+from role_settings import SETTINGS
 from tandem_service.settings import PodSettings, Targets, load
 
 
@@ -69,6 +70,39 @@ def test_a_bad_variable_is_named_too(monkeypatch: pytest.MonkeyPatch, capsys):
         load(ExampleSettings, [])
     assert exit_info.value.code == 2
     assert "TANDEM_PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("TANDEM_MAX_QEUE", "TANDEM_MAX_QUEUE"),
+        ("TANDEM_INSECUR", "TANDEM_INSECURE"),
+        ("TANDEM_PORTS", "TANDEM_PORT"),
+    ],
+)
+def test_a_misspelt_variable_ends_the_start(variable, meant, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(SystemExit) as exit_info:
+        load(ExampleSettings, [])
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == f"error: {variable} is unknown; did you mean {meant}?\n"
+
+
+@pytest.mark.parametrize("role", SETTINGS)
+def test_variables_of_others_are_no_misspelt_ones(role, monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """Those of other roles, those that Kubernetes makes of Services, and Tandem's that are no settings."""
+    own = SETTINGS[role].model_fields
+    others = {field for cls in SETTINGS.values() for field in cls.model_fields} - set(own)
+    services = {
+        f"{service}_{part}"
+        for service in ("gateway", "decode", "prefill", "lookahead", "redis")
+        for part in ("port", "service_host", "service_port", "port_21200_tcp", "port_21200_tcp_addr")
+    }
+    for name in others | services | {"home", "native", "gpu_bundle", "api_key", "bench_tenants", "emulated"}:
+        monkeypatch.setenv(f"TANDEM_{name.upper()}", "x")
+    with pytest.raises(SystemExit) as exit_info:
+        load(SETTINGS[role], ["--help"])
+    assert exit_info.value.code == 0
 
 
 def test_settings_cannot_change_after_start():

@@ -3,11 +3,12 @@
     flag `--kv-port 5600`  >  environment `TANDEM_KV_PORT=5600`  >  the default in the class
 
 A role derives its own class from `PodSettings`, adds fields with docstrings (the help texts) and calls
-`load`. A bad value ends the process with one sentence and exit code 2.
+`load`. A bad value, or a variable that is misspelt, ends the process with one sentence and exit code 2.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import socket
 import sys
@@ -24,6 +25,10 @@ from tandem_service.tls import PemFiles, PodTls, Role, TlsFileError, is_loopback
 from tandem_service.tracing import TracingSettingsError, check_environment
 
 ENV_PREFIX = "TANDEM_"
+
+#: A variable is taken for a misspelt setting if it is this similar to one. Settings of other roles and the
+#: variables that Kubernetes makes of Services are less similar.
+_SIMILAR = 0.82
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
@@ -158,6 +163,7 @@ def load(cls: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        _check_names(cls)
         settings = cls(_cli_parse_args=arguments)
         if isinstance(settings, CommonSettings):
             settings.check_certificates()
@@ -182,3 +188,14 @@ def load(cls: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
         message = str(error)
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def _check_names(cls: type[BaseSettings]) -> None:
+    """Raises SettingsError for a variable that looks like a misspelt setting; unset, it might open a port."""
+    known = [field.upper() for field in cls.model_fields]
+    for variable in os.environ:
+        name = variable.removeprefix(ENV_PREFIX)
+        if name == variable or name in known:
+            continue
+        for similar in difflib.get_close_matches(name, known, 1, _SIMILAR):
+            raise SettingsError(f"{variable} is unknown; did you mean {ENV_PREFIX}{similar}?")
