@@ -209,7 +209,9 @@ def test_the_state_file_round_trips_and_goes(tmp_path: Path) -> None:
 
 
 def test_the_banner_holds_commands_for_the_chosen_ports() -> None:
-    options = FleetOptions(model_dir=Path("m"), host="0.0.0.0", insecure=True, grpc_port=7001, http_port=7002)
+    options = FleetOptions(
+        model_dir=Path("m"), host="0.0.0.0", insecure=True, no_api_keys=True, grpc_port=7001, http_port=7002
+    )
     text = banner(options, "tiny", 1.0)
     assert "tandem chat --target 127.0.0.1:7001" in text
     assert "http://127.0.0.1:7002/v1/chat/completions" in text

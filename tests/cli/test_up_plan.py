@@ -174,10 +174,11 @@ def test_off_loopback_the_links_between_pods_need_tls_or_insecure() -> None:
         FleetOptions(model_dir=Path("m"), host="10.0.0.7")
     with pytest.raises(OptionError, match=r"--host 10\.0\.0\.7 is not loopback: give --api-keys-file"):
         FleetOptions(model_dir=Path("m"), host="10.0.0.7", tls_dir=Path("tls"))
-    commands = {
-        spec.role: spec.command
-        for spec in plan_fleet(FleetOptions(model_dir=Path("m"), host="10.0.0.7", insecure=True)).processes
-    }
+    with pytest.raises(OptionError, match=r"--host 10\.0\.0\.7 is not loopback: give --api-keys-file"):
+        FleetOptions(model_dir=Path("m"), host="10.0.0.7", insecure=True)
+    options = FleetOptions(model_dir=Path("m"), host="10.0.0.7", insecure=True, no_api_keys=True)
+    commands = {spec.role: spec.command for spec in plan_fleet(options).processes}
+    assert [role for role, command in commands.items() if "--no-api-keys" in command] == ["gateway"]
     assert {role for role, command in commands.items() if "--insecure" in command} == {
         "gateway",
         "decode",

@@ -159,6 +159,13 @@ def test_limits_belong_to_the_tenant_and_not_to_a_line(field, tmp_path):
         ApiKeys.load(path)
 
 
+def test_who_may_call_is_one_sentence(tmp_path):
+    assert ApiKeys.load(None).described() == "no API keys: everyone who reaches the ports may use the models"
+    path = tmp_path / "keys"
+    path.write_text(f"{line('a', 'acme')}\n{line('b', 'acme')}\n{line('c', 'blue')}\n")
+    assert ApiKeys.load(path).described() == "API keys: 3 of 2 tenants"
+
+
 def test_a_key_has_one_line(tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"{line('a', 'acme')}\n\n{line('a', 'evil', operator=True)}\n")

@@ -80,8 +80,7 @@ class CommonSettings(BaseSettings):
     pod_tls_ca: Path | None = None
     """PEM file of the CAs that sign the pods' certificates"""
     insecure: bool = False
-    """allow plaintext between pods, and a gateway without keys, off loopback: who reaches a pod's port can
-    then act for any tenant"""
+    """allow plaintext between pods off loopback: who reaches a pod's port can then act for any tenant"""
     metrics_port: Port | None = None
     """HTTP port of /metrics; 0 takes a free one; unset: metrics are not served"""
     pod_id: str = Field(default_factory=socket.gethostname)

@@ -146,6 +146,13 @@ class ApiKeys:
         """All configured classes."""
         return self._anyone.known_classes
 
+    def described(self) -> str:
+        """Who may call, for the log."""
+        if self._callers is None:
+            return "no API keys: everyone who reaches the ports may use the models"
+        num_tenants = len({caller.tenant for caller in self._callers.values()})
+        return f"API keys: {len(self._callers)} of {num_tenants} tenants"
+
     @classmethod
     def load(cls, path: Path | None, slo_classes: Mapping[str, SloTarget] = DEFAULT_SLO_CLASSES) -> ApiKeys:
         """Reads a keys file; None: no key is required. Raises KeyFileError."""

@@ -170,6 +170,7 @@ class GatewayProcess:
 
     async def start(self) -> None:
         """Raises OSError, with the remedy, when a port is taken."""
+        structlog.get_logger("tandem.gateway").info("who may call", keys=self._keys.described())
         await self.fleet.start()
         await self._answers.start()
         await self.server.start()

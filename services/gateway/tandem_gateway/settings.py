@@ -65,6 +65,8 @@ class GatewaySettings(RedisSettings):
     api_keys_file: Path | None = None
     """JSON lines of key_sha256, tenant, slo_classes, weight, max_requests, tokens_per_minute, min_ttft_ms,
     min_tpot_ms, min_e2e_ms, operator; read again when it changes; unset: no keys"""
+    no_api_keys: bool = False
+    """serve everyone who reaches the ports, also off loopback"""
     tls_cert: Path | None = None
     """PEM file of the certificate of both public ports; unset: plaintext"""
     tls_key: Path | None = None
@@ -106,10 +108,12 @@ class GatewaySettings(RedisSettings):
     def _check_public_ports(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together; give both or none")
-        if self.api_keys_file is None and not self.insecure and not is_loopback(self.host):
+        if self.api_keys_file is not None and self.no_api_keys:
+            raise ValueError("--api-keys-file and --no-api-keys exclude each other; give one")
+        if self.api_keys_file is None and not self.no_api_keys and not is_loopback(self.host):
             raise ValueError(
                 f"--host {self.host} is not loopback and no API keys are required; give --api-keys-file, or "
-                "--insecure on a network where everyone may use the models"
+                "--no-api-keys on a network where everyone may use the models"
             )
         return self
 

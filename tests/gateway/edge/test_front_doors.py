@@ -474,12 +474,14 @@ async def test_both_ports_speak_tls_and_take_a_new_certificate(pods, model_folde
         ({"host": "0.0.0.0"}, "no API keys are required"),
         ({"host": "::"}, "no API keys are required"),
         ({"tls_cert": "a.pem"}, "--tls-cert and --tls-key go together"),
+        ({"host": "0.0.0.0", "insecure": True}, "no API keys are required; give --api-keys-file"),
+        ({"api_keys_file": "keys", "no_api_keys": True}, "exclude each other; give one"),
     ],
 )
 def test_a_gateway_off_loopback_without_keys_does_not_start(model_folder, given_settings, message):
     with pytest.raises(ValueError, match=message):
         GatewaySettings(model=model_folder, decode=("127.0.0.1:1",), **given_settings)
-    GatewaySettings(model=model_folder, decode=("127.0.0.1:1",), host="0.0.0.0", insecure=True)
+    GatewaySettings(model=model_folder, decode=("127.0.0.1:1",), host="0.0.0.0", no_api_keys=True)
 
 
 async def test_a_refused_request_uses_no_tokens(pods, gateway, tmp_path):

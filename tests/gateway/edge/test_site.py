@@ -97,7 +97,7 @@ async def test_foreign_host_names_are_refused_without_keys(pods, gateway):
             assert answer.status_code == 403 and "not a name of this machine" in answer.text
     for host in ("localhost", "localhost:1", "127.0.0.1", "[::1]:8000", "tandem.localhost"):
         assert (await front.http.get("/v1/models", headers={"host": host})).status_code == 200
-    open_to_all = await gateway(targets, insecure=True)
+    open_to_all = await gateway(targets, no_api_keys=True)
     named = {"host": "models.example"}
     assert (await open_to_all.http.get("/v1/models", headers=named)).status_code == 200
 

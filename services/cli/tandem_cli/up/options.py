@@ -86,8 +86,11 @@ class FleetOptions:
     log_level: Annotated[LogLevel, typer.Option(help="Least severe lines of the pods that are shown.")] = (
         "info"
     )
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Off loopback: plaintext between pods, and no API keys.")
+    insecure: Annotated[bool, typer.Option("--insecure", help="Off loopback: plaintext between pods.")] = (
+        False
+    )
+    no_api_keys: Annotated[
+        bool, typer.Option("--no-api-keys", help="Off loopback: everyone may use the models.")
     ] = False
     #: RAM for all engine pods in addition to the mapped weights; 0: each pod takes what is free at its start.
     memory_bytes: int = 0
@@ -117,10 +120,12 @@ class FleetOptions:
                 f"--host {self.host} is not loopback: give --tls to encrypt and authenticate the links "
                 "between pods, or --insecure on a network where every machine is trusted"
             )
-        if self.api_keys_file is None and not self.insecure and not is_loopback(self.host):
+        if self.api_keys_file is not None and self.no_api_keys:
+            raise OptionError("--api-keys-file and --no-api-keys exclude each other; give one")
+        if self.api_keys_file is None and not self.no_api_keys and not is_loopback(self.host):
             raise OptionError(
-                f"--host {self.host} is not loopback: give --api-keys-file to require keys, or --insecure on "
-                "a network where all machines may use the models"
+                f"--host {self.host} is not loopback: give --api-keys-file to require keys, or --no-api-keys "
+                "on a network where all machines may use the models"
             )
 
     @property

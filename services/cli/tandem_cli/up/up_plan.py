@@ -120,6 +120,8 @@ class _Planner:
             flags += ["--max-model-len", str(options.max_model_len)]
         if options.api_keys_file is not None:
             flags += ["--api-keys-file", str(options.api_keys_file)]
+        if options.no_api_keys:
+            flags += ["--no-api-keys"]
         # Callers can saturate the public ports; the supervisor must not take that for a hang.
         ports["metrics"] = options.base_port + 400 + index + _METRICS_OFFSET
         flags += ["--metrics-port", str(ports["metrics"]), "--nice", str(_GATEWAY_NICE)]

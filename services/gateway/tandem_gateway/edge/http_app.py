@@ -113,7 +113,7 @@ def _is_local_name(host: str) -> bool:
 def _not_local(host: str) -> dict[str, object]:
     error = ForbiddenError(
         f"Host {quoted(host)} is not a name of this machine, and no keys are required; use localhost, or "
-        "start the gateway with --api-keys-file, or with --insecure where everyone may use the models"
+        "start the gateway with --api-keys-file, or with --no-api-keys where everyone may use the models"
     )
     return {"type": "error", **error_json(error)}
 
@@ -186,7 +186,7 @@ def make_app(
             Exception: _unexpected,
         },
     )
-    if settings.api_keys_file is None and not settings.insecure:
+    if settings.api_keys_file is None and not settings.no_api_keys:
         app.add_middleware(LocalNamesMiddleware)
     app.add_middleware(RequestIdMiddleware)
     if origins := settings.cors_origins:
