@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from role_settings import SETTINGS
 from tandem_cli.up.options import FleetOptions, OptionError, PodFlag
-from tandem_cli.up.up_plan import PortInUseError, ProcessPlan, check_ports, plan_fleet, reachable
+from tandem_cli.up.up_plan import PortInUseError, check_ports, plan_fleet, reachable
 from tandem_core.speculation import SpeculationMode
 from tandem_service.settings import load
 
@@ -105,15 +105,15 @@ def test_without_prefill_pods_the_gateway_is_told_of_none() -> None:
 
 
 def test_the_lookahead_service_uses_the_fleet_s_redis_or_the_given_one() -> None:
-    def redis_url(plan: ProcessPlan) -> str:
-        (lookahead,) = (spec.command for spec in plan.processes if spec.role == "lookahead")
-        return lookahead[lookahead.index("--redis-url") + 1]
-
     plan = plan_fleet(OPTIONS)
-    assert redis_url(plan) == plan.stages[-1][0].health_target
-    given = plan_fleet(replace(OPTIONS, redis_url="redis://elsewhere"))
-    assert redis_url(given) == "redis://elsewhere"
+    (lookahead,) = (spec.command for spec in plan.processes if spec.role == "lookahead")
+    assert lookahead[lookahead.index("--redis-url") + 1] == plan.stages[-1][0].health_target
+    given = plan_fleet(replace(OPTIONS, redis_url="redis://:secret@elsewhere", num_gateways=2))
     assert "redis" not in {spec.role for spec in given.processes}
+    flags = {flag for spec in given.processes for flag in spec.command}
+    assert "--redis-url" not in flags and not any("secret" in flag for flag in flags), (
+        "REDIS_URL is inherited"
+    )
 
 
 def test_an_extra_flag_reaches_all_pods_of_its_role_and_no_other() -> None:

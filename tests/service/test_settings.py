@@ -2,7 +2,8 @@
 
 import pytest
 from role_settings import SETTINGS
-from tandem_service.settings import PodSettings, Targets, load
+from tandem_lookahead.settings import LookaheadSettings
+from tandem_service.settings import PodSettings, RedisSettings, Targets, load
 
 
 class ExampleSettings(PodSettings):
@@ -103,6 +104,29 @@ def test_variables_of_others_are_no_misspelt_ones(role, monkeypatch: pytest.Monk
     with pytest.raises(SystemExit) as exit_info:
         load(SETTINGS[role], ["--help"])
     assert exit_info.value.code == 0
+
+
+PASSWORDS = ["Zm9v/YmFy", "Zm9v#YmFy", "Zm9v?YmFy", "12/YmFy"]
+
+
+@pytest.mark.parametrize("variable", ["TANDEM_REDIS_URL", "REDIS_URL"])
+@pytest.mark.parametrize("password", PASSWORDS)
+def test_a_wrong_url_of_redis_ends_the_start_without_its_password(variable, password, monkeypatch, capsys):
+    monkeypatch.setenv(variable, f"redis://:{password}@redis:6379")
+    with pytest.raises(SystemExit):
+        load(LookaheadSettings, [])
+    error = capsys.readouterr().err
+    assert "is no URL of Redis" in error and "%2F" in error
+    assert "Zm9v" not in error and "YmFy" not in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "url", ["", "redis://a:6379", "rediss://u:p%2Fq@a", "unix:///run/redis.sock", "redis://", "redis://h/0"]
+)
+def test_urls_of_redis_are_accepted(url, monkeypatch):
+    monkeypatch.setenv("REDIS_URL", url)
+    monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
+    assert load(RedisSettings, []).redis_url == ""
 
 
 def test_settings_cannot_change_after_start():

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis.asyncio as redis
 from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
@@ -32,6 +34,17 @@ class RedisAddress:
     #: Client certificate, if the server wants one.
     cert_file: Path | None = None
     key_file: Path | None = None
+
+
+def is_redis_url(url: str) -> bool:
+    """Whether redis-py can read it, or it is empty. The error of redis-py shows a part of the password."""
+    try:
+        parts = urlsplit(url)
+        parse_url(url or "redis://")
+    except ValueError:
+        return False
+    # A password that is not encoded ends the host: what follows it is taken for a path.
+    return "@" not in f"{parts.path}{parts.query}{parts.fragment}"
 
 
 async def connect(address: RedisAddress) -> Any:

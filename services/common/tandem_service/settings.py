@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from tandem_service.discovery import parse_entry
-from tandem_service.redis_client import RedisAddress
+from tandem_service.redis_client import RedisAddress, is_redis_url
 from tandem_service.tls import PemFiles, PodTls, Role, TlsFileError, is_loopback
 from tandem_service.tracing import TracingSettingsError, check_environment
 
@@ -146,6 +146,17 @@ class RedisSettings(CommonSettings):
     """client certificate, if the server wants one (rediss://)"""
     redis_key_file: Path | None = None
     """key of the client certificate, if it is not in the same file"""
+
+    @model_validator(mode="after")
+    def _check_redis_url(self) -> Self:
+        if not is_redis_url(self.redis_url or os.environ.get("REDIS_URL", "")):
+            # Without the URL, which may have a password.
+            raise ValueError(
+                "--redis-url (or TANDEM_REDIS_URL, or REDIS_URL) is no URL of Redis; write it as "
+                "redis://USER:PASSWORD@HOST:PORT, and characters such as /, # and ? in user and password in "
+                "percent encoding (%2F, %23, %3F)"
+            )
+        return self
 
     def redis_address(self) -> RedisAddress | None:
         """The address of --redis-url or REDIS_URL; None if neither is set."""

@@ -69,8 +69,8 @@ class _Planner:
         wants_redis = shares_text or options.num_gateways > 1
         redis = (self._redis(),) if wants_redis and not options.redis_url else ()
         decode = tuple(self._decode(index, lookahead) for index in range(options.num_decode))
-        url = self._redis_url() if redis else options.redis_url
-        gateways = tuple(self._gateway(i, prefill, decode, url) for i in range(options.num_gateways))
+        redis_flags = self._redis_flags() if redis else []
+        gateways = tuple(self._gateway(i, prefill, decode, redis_flags) for i in range(options.num_gateways))
         return ProcessPlan(tuple(stage for stage in (gateways, decode, prefill, lookahead, redis) if stage))
 
     def _prefill(self, index: int) -> ProcessSpec:
@@ -94,7 +94,7 @@ class _Planner:
         return self._pod("decode", f"decode-{index}", ports, flags)
 
     def _lookahead(self) -> ProcessSpec:
-        flags = ["--redis-url", self._options.redis_url or self._redis_url()]
+        flags = self._redis_flags() if not self._options.redis_url else []
         return self._pod("lookahead", "lookahead", {"grpc": self._options.base_port + 300}, flags)
 
     def _redis(self) -> ProcessSpec:
@@ -105,14 +105,22 @@ class _Planner:
         """URL of the fleet's own server."""
         return f"unix://{redis_server.socket_path(self._options.redis_dir)}"
 
+    def _redis_flags(self) -> list[str]:
+        """A server of others is named by REDIS_URL, which the processes inherit: everyone can read flags, and
+        the URL may have a password."""
+        return ["--redis-url", self._redis_url()]
+
     def _gateway(
-        self, index: int, prefill: Sequence[ProcessSpec], decode: Sequence[ProcessSpec], redis_url: str
+        self,
+        index: int,
+        prefill: Sequence[ProcessSpec],
+        decode: Sequence[ProcessSpec],
+        redis_flags: Sequence[str],
     ) -> ProcessSpec:
         options = self._options
         ports = {"grpc": options.grpc_port + index, "http": options.http_port + index}
         flags = ["--grpc-port", str(ports["grpc"]), "--http-port", str(ports["http"])]
-        if redis_url:
-            flags += ["--redis-url", redis_url]
+        flags += redis_flags
         flags += ["--model", str(options.model_dir), "--decode", _targets(decode)]
         if prefill:
             flags += ["--prefill", _targets(prefill)]
