@@ -137,7 +137,7 @@ class TestQueue:
         assert not late.done()
         clock.now += 0.2
         await run_ready_tasks()
-        with pytest.raises(DeadlineError, match="waited for its turn"):
+        with pytest.raises(DeadlineError, match="waited in the queue"):
             await late
         assert line.counts == (1, 0)
 

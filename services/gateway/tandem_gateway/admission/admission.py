@@ -1,7 +1,7 @@
 """Admission control: decides which requests run, which wait, and which are refused.
 
-    request arrives  `Gate` refuses it                      -> OverloadedError: the prediction, and when to
-                                                               come back; room is kept for it then
+    request arrives  `Gate` refuses it                      -> OverloadedError with the prediction and a
+                                                               retry-after, when room is kept for it
                      a place is free and the queue is empty -> admitted
                      the queue has room (`Queue`)           -> waits, earliest deadline first
                      the queue is full, or the tenant has
@@ -28,9 +28,9 @@ from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S,
 from tandem_gateway.errors import DeadlineError, OverloadedError
 from tandem_gateway.request import TokenizedRequest
 
-#: Re-examine the queue this often: running answers free capacity before they end.
+#: Interval of checks of the queue: running answers free capacity before they end.
 _LOOK_EVERY_S = 0.5
-#: Requests of the queue that begin in one turn of the loop; each takes a millisecond or two to plan.
+#: Most waiting requests that begin in one turn of the event loop; planning one takes a millisecond or two.
 _MOST_AT_ONCE = 4
 
 
@@ -45,16 +45,16 @@ class Admission:
             num_batch_slots=forecaster.router.num_batch_slots,
         )
         self.gate = Gate(forecaster, self.queue, slack=slack)
-        #: The next look at the queue; None: it is empty.
+        #: Timer of the next check of the queue; None: no check is due.
         self._look: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def slot(
         self, request: TokenizedRequest, num_places: int = 1, other_tokens: int = 0
     ) -> AsyncIterator[Admitted]:
-        """Holds the places for the length of the block. `other_tokens`: of the call's other prompts, which
-        are computed before this one. Raises OverloadedError, or DeadlineError when the request's deadline
-        passes before it is admitted."""
+        """Holds the request's places for the length of the block. `other_tokens`: tokens of the call's other
+        prompts, which are computed before this one. Raises OverloadedError, or DeadlineError if the
+        request's deadline passes before it is admitted."""
         tenant, places = request.tenant, request.limits.places
         if places is not None and num_places > max(places, 1):
             raise InvalidRequestError(
@@ -85,13 +85,13 @@ class Admission:
             self.queue.closed(admitted)
 
     def open_requests(self) -> list[Admitted]:
-        """Those in flight, and those that wait."""
+        """Lists the requests in flight, then those that wait."""
         return [*self.queue.running, *self.queue.waiting()]
 
     # -- measurements ---------------------------------------------------------------------------------
 
     def started(self, admitted: Admitted) -> None:
-        """The first token came; that of a beam search comes with its last one."""
+        """Measures a request whose first token came. A beam search sends all its tokens at its end."""
         if admitted.first_at is not None and self._is_measured(admitted):
             self._started(admitted, admitted.first_at)
 
@@ -104,7 +104,7 @@ class Admission:
             )
 
     def ended(self, admitted: Admitted, *, e2e_s: float, num_tokens: int) -> None:
-        """A request ended, `e2e_s` after its arrival."""
+        """Measures a request that ended `e2e_s` after its arrival."""
         admitted.has_ended = True
         self.queue.ended(e2e_s)
         request = admitted.request
@@ -118,8 +118,8 @@ class Admission:
             self._compare(admitted, ended_at)
 
     def _compare(self, admitted: Admitted, ended_at: float) -> None:
-        """Compares the model of costs with its whole time, and with the rest after the last arrival at its
-        pod. With one of them alone more requests are late."""
+        """Compares two spans with the pod model: the whole request, and its rest after the last arrival at
+        its pod. With only one of them more requests are late."""
         placed = admitted.placed
         if placed.end is None or placed.route is None:
             return
@@ -128,14 +128,15 @@ class Admission:
             self._forecaster.took(placed, placed.end.left_s, ended_at - placed.end.changed_at)
 
     def _is_measured(self, admitted: Admitted) -> bool:
-        """Whether its times tell how wrong predictions are. The first token of a beam search comes with its
-        last one, and that of a call with several prompts may be any one's."""
+        """Whether the request's times measure prediction errors. A beam search has no separate first token,
+        and the first token of a call with several prompts may belong to any of them."""
         is_search = admitted.request.sampling.beam_search is not None
         return not (is_search or admitted.other_tokens or self._forecaster.is_void(admitted.judged_at))
 
     def _gave_up(self, admitted: Admitted) -> None:
-        """It failed, or its client left. If it was late by then, it would have taken longer than until now.
-        Without this, where clients wait no longer than their objectives, only times that met them count."""
+        """Measures a request that failed or whose client left. If it is late already, its time until now
+        counts as a lower bound. Otherwise, if clients leave when an objective is missed, the gateway would
+        measure only requests in time."""
         request, now = admitted.request, time.monotonic()
         passed_s = now - request.arrived
         if not self._is_measured(admitted):
@@ -150,7 +151,7 @@ class Admission:
     async def _enter(self, admitted: Admitted) -> None:
         request, queue = admitted.request, self.queue
         if self._admit_waiting():
-            admitted.effects = None  # planned without them
+            admitted.effects = None  # its plan does not include the requests that just began
         is_next = not queue.is_behind_others(admitted)
         if is_next and queue.fits(request, admitted.num_places) and self.gate.may_begin(admitted):
             self._take(admitted)
@@ -158,19 +159,18 @@ class Admission:
         waiter = queue.wait(admitted)
         admitted.effects = None
         if not request.has_objectives:
-            # Its wait has no prediction.
-            admitted.forecast = None
+            admitted.forecast = None  # the wait of a best-effort request is not predicted
         self._look_later()
         try:
             async with asyncio.timeout_at(request.deadline):
                 await waiter.turn
         except BaseException as error:
             if waiter.turn.done() and not waiter.turn.cancelled():
-                self._leave(admitted)  # admitted at the same moment: give the place to the next request
+                self._leave(admitted)  # admitted at the same moment: its place goes to the next request
             else:
                 queue.give_up(waiter)
             if isinstance(error, TimeoutError):
-                raise DeadlineError("the deadline passed while the request waited for its turn") from None
+                raise DeadlineError("the deadline passed while the request waited in the queue") from None
             raise
 
     def _take(self, admitted: Admitted) -> None:
@@ -183,7 +183,8 @@ class Admission:
         self._admit_waiting()
 
     def _admit_waiting(self) -> bool:
-        """Returns whether a request began. Many of them begin in several turns of the loop."""
+        """Admits waiting requests, at most `_MOST_AT_ONCE` per turn of the event loop. Returns whether one
+        began."""
         for number in range(_MOST_AT_ONCE):
             waiter = self.queue.next_waiting(self.gate.may_begin)
             if waiter is None:
@@ -206,16 +207,16 @@ class Admission:
                 self._look_later()
 
     def _free_places_s(self, tenant: str, num_places: int) -> float:
-        """When these places of the tenant are likely to be free, as its requests are expected to end."""
+        """Expected seconds until the tenant's requests have released this many places."""
         now, left = time.monotonic(), []
         for one in self.queue.running:
             if one.request.tenant == tenant:
                 end = one.placed.end
                 began = one.admitted_at or now
                 ends_at = began + self.queue.service_s if end is None else end.changed_at + end.left_s
-                # One that should have ended is expected to take a quarter more.
+                # A request that exceeds its prediction is expected to take a quarter longer.
                 left += [max(ends_at - now, (now - began) / 4, MIN_RETRY_AFTER_S)] * one.num_places
         left.sort()
-        # Those that wait here have places too, and begin when others end.
+        # If all of the tenant's places belong to waiting requests, the queue decides.
         seconds = left[min(num_places, len(left)) - 1] if left else self.queue.turn_s()
         return min(seconds, MAX_RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""What admission knows of a request that it let in."""
+"""Admission's state of a request that waits or runs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tandem_gateway.request import TokenizedRequest
 
 @dataclass(eq=False)
 class Admitted:
-    """A request that waits or runs, its objectives widened where this system could not meet them alone."""
+    """A request that waits or runs. Its objectives are widened where an idle system could not meet them."""
 
     request: TokenizedRequest
     is_widened: bool = False
-    #: When it came; None: nothing could be predicted.
+    #: The prediction at arrival; None: there was none.
     forecast: Forecast | None = None
-    #: Sequences that it runs; each takes a batch slot.
+    #: Its places; each is one sequence and takes a batch slot.
     num_places: int = 1
     #: Tokens of the call's other prompts, which are computed before its own.
     other_tokens: int = 0
-    #: Monotonic seconds; the forecast counts from then.
+    #: Monotonic seconds of the decision; the forecast's times count from it.
     judged_at: float = field(default_factory=lambda: time.monotonic())
-    #: Monotonic seconds; None: it waits.
+    #: Monotonic seconds; None while it waits.
     admitted_at: float | None = None
-    #: Its plan, if it begins now.
+    #: The plan with which it begins if it begins now.
     effects: Effects | None = None
     has_ended: bool = False
 
@@ -41,7 +41,7 @@ class Admitted:
 
     @property
     def first_at(self) -> float | None:
-        """Monotonic seconds of its first token; None: it has not come."""
+        """Monotonic seconds of its first token; None before it."""
         return self.placed.first_at
 
     @property

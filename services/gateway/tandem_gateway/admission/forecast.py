@@ -1,13 +1,13 @@
-"""Predicts when a request will get its first token and its last one, and how certain that is.
+"""Predicts the times of a request's first and last token, with quantiles.
 
-    timelines of the pods ──router──> Route: times by the model of costs
+    timelines of the pods ──router──> Route: times by the pod model
     measured / predicted times ──> error windows ──> quantiles ──> Forecast
 
-The errors of the last predictions of a class tell the error of the next one: conformal prediction over a
-window. A class with few measurements shares those of the other classes of its kind.
+The errors of a class's last predictions estimate the error of the next one (conformal prediction over a
+window). A class with few measurements shares those of the other classes of its kind.
 
-A receipt has a median and a 90th percentile. Admission uses other windows, of times in which every later
-request is accounted for: it refuses requests that would make this one late.
+A receipt shows a median and a 90th percentile, which include the effect of later requests. Admission uses
+separate windows without that effect, because it refuses later requests that would make an earlier one late.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tandem_gateway.fleet.output_lengths import OutputLengths
 from tandem_gateway.fleet.routing import Route, Router
 from tandem_gateway.request import TokenizedRequest
 
-#: Measurements of a class that count, and those with which a class needs no others.
+#: Number of measurements per class, and the number from which a class does not use those of other classes.
 _WINDOW, _ENOUGH = 128, 16
-#: Older measurements do not count: while a class is refused nothing is measured of it, and the cause of its
-#: errors, such as costs that pods did not know yet, may be over.
+#: Older measurements do not count. A class whose requests are all refused yields no measurements, and the
+#: cause of its errors, such as step costs that pods had not measured yet, may be over.
 MEMORY_S = 30.0
-#: Logarithms of measured over predicted times that count in addition to measured ones. They keep a margin
-#: for the first moments of an overload after a quiet time, in which predictions are right.
+#: Fixed logarithms of measured / predicted time, in addition to the measured ones. They keep a margin at the
+#: start of an overload: at low load, before it, predictions are accurate.
 _PRIOR = tuple(math.log(ratio) for ratio in (0.8, 0.9, 1.0, 1.05, 1.15, 1.3))
-#: A remaining time is wrong by a share of it, and by a step or two however short it is. With this many more
-#: tokens on both sides one factor describes both errors.
+#: A prediction is wrong by a factor, and also by a step or two, however short the time is. With the time of
+#: this many tokens added to the predicted and the measured time, one factor describes both errors.
 _OFFSET_TOKENS = 10
 _P90 = 0.9
 
@@ -45,7 +45,7 @@ class Quantiles(NamedTuple):
     """Quantiles of a duration in seconds."""
 
     p50: float
-    #: At the level of its window.
+    #: The upper quantile, at the level of the window.
     high: float
 
 
@@ -55,8 +55,8 @@ class Group:
 
     slo_class: str
     has_objectives: bool
-    #: Whether a prefill pod computes the prompt. On cores that it shares with busy decode pods that takes
-    #: many times as long.
+    #: Whether a prefill pod computes the prompt. On cores shared with busy decode pods this takes several
+    #: times as long.
     is_remote: bool
 
     @classmethod
@@ -65,16 +65,16 @@ class Group:
 
     @property
     def pool(self) -> Group:
-        """This class and the others of its kind."""
+        """The group of this class and all others of its kind."""
         return Group("", self.has_objectives, self.is_remote)
 
 
 class ErrorWindow:
-    """The last errors of predictions, by group. `level`: of the upper quantile."""
+    """The errors of the last predictions, by group. `level`: the level of the upper quantile."""
 
     def __init__(self, level: float = _P90) -> None:
         self._level = level
-        #: In order of arrival: monotonic seconds, and logarithm of measured over predicted time.
+        #: In order of arrival: monotonic seconds, and logarithm of measured / predicted time.
         self._recent: defaultdict[Group, deque[tuple[float, float]]] = defaultdict(deque)
         #: The logarithms in order, with the prior.
         self._ordered: defaultdict[Group, list[float]] = defaultdict(lambda: sorted(_PRIOR))
@@ -110,15 +110,15 @@ class ErrorWindow:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction for one request, from now."""
+    """The prediction for one request. Times count from the prediction."""
 
     route: Route
-    #: Before it is sent to its pods.
+    #: Seconds in the gateway's queue.
     queue_s: float
     #: For the receipt: median and 90th percentile.
     ttft: Quantiles
     e2e: Quantiles
-    #: If no other request comes before it: median and the gateway's confidences.
+    #: For admission, without later requests: median and the quantile of the gateway's confidence.
     first: Quantiles
     end: Quantiles
     #: Whether the first token comes with the last one, as in a beam search.
@@ -126,27 +126,28 @@ class Forecast:
 
     @property
     def tpot(self) -> Quantiles:
-        """Seconds per output token after the first, undisturbed."""
+        """Seconds per output token after the first, without later requests."""
         num_tokens = max(self.route.num_output - 1, 1)
         first_s = self.queue_s + self.route.first_s
         return Quantiles(*(max(end_s - first_s, 0.0) / num_tokens for end_s in self.end))
 
     @property
     def alone(self) -> dict[str, float]:
-        """Seconds that it takes without load by the model of costs, by the names of the objectives."""
+        """Seconds that the request takes on an idle system, by objective."""
         alone = self.route.alone
         return {**alone, "ttft": alone["e2e"]} if self.begins_at_end else alone
 
     def misses(self, slo: SloTarget, waited_s: float, *, is_likely: bool = False) -> str:
-        """The objective that it may miss, or with `is_likely` in the median; "" if none."""
+        """Names an objective that the upper quantile misses, or with `is_likely` the median; "": none."""
         for name, predicted, since_s, limit in self._measures(slo, waited_s):
             if limit and since_s + (predicted.p50 if is_likely else predicted.high) > limit:
                 return name
         return ""
 
     def share_of_slack(self, slo: SloTarget, waited_s: float) -> float:
-        """Share of the time that the objectives leave beyond what it takes without load which load may take,
-        at most 1. 0 without objectives."""
+        """Predicted share of the slack that load takes, at most 1; 0 without objectives. The slack of an
+        objective is its time minus the time on an idle system; the objective with the largest share
+        counts."""
         shares, alone = [0.0], self.alone
         for name, predicted, since_s, limit in self._measures(slo, waited_s):
             if limit > alone[name]:
@@ -154,20 +155,21 @@ class Forecast:
         return min(max(shares), 1.0)
 
     def _measures(self, slo: SloTarget, waited_s: float) -> Iterator[tuple[str, Quantiles, float, float]]:
-        """Name of the objective, its prediction, the part that has passed, and the limit, in seconds."""
+        """Yields for each objective its name, the prediction, the seconds that have passed, and the limit."""
         yield "ttft", self.first, waited_s, slo.ttft_s
         yield "tpot", self.tpot, 0.0, slo.tpot_s
         yield "e2e", self.end, waited_s, slo.e2e_s
 
 
 class Forecaster:
-    """Belongs to one event loop."""
+    """Makes forecasts and learns their errors. Belongs to one event loop."""
 
     def __init__(
         self, router: Router, lengths: OutputLengths, *, first_confidence: float, end_confidence: float
     ) -> None:
-        """The share of the predictions used by admission that is to hold, of first tokens and of ends. An
-        overload admits every request that just fits, so lower confidences make more of them late."""
+        """`first_confidence`, `end_confidence`: quantiles of the first token and of the end by which
+        admission decides. During overload many requests just fit, so lower confidences make more of them
+        late."""
         self.router = router
         self.first_confidence, self.end_confidence = first_confidence, end_confidence
         self._lengths = lengths
@@ -175,10 +177,10 @@ class Forecaster:
         self._first, self._end = ErrorWindow(first_confidence), ErrorWindow(end_confidence)
 
     def on_route(self, request: TokenizedRequest, route: Route, queue_s: float = 0.0) -> Forecast:
-        """`queue_s`: before it is sent to its pods."""
+        """Predicts a request on a route. `queue_s`: seconds in the gateway's queue."""
         group, first_s, end_s = Group.of(request, route), queue_s + route.first_s, queue_s + route.end_s
         ttft, e2e = self._ttft.quantiles(group, first_s), self._e2e.quantiles(group, end_s)
-        # The windows are apart, and no answer ends before it begins.
+        # Separate windows could predict the end before the first token.
         e2e = Quantiles(max(e2e.p50, ttft.p50), max(e2e.high, ttft.high))
         first, end = self._of(self._first, group, route, first_s), self._of(self._end, group, route, end_s)
         is_search = request.sampling.beam_search is not None
@@ -193,40 +195,43 @@ class Forecaster:
         )
 
     def is_void(self, predicted_at: float) -> bool:
-        """Whether a prediction made at these monotonic seconds tells nothing of later errors, since a pod has
-        failed. Otherwise a class would be refused for as long as that is remembered."""
+        """Whether a pod failed after a prediction made at these monotonic seconds. The delay by a failure is
+        no prediction error; a class would be refused for as long as the window keeps it."""
         return self.router.has_failed_since(predicted_at)
 
     def first_of(self, placed: Placed, seconds: float) -> Quantiles:
-        """The time to the first token of a request that runs, if nothing else comes."""
+        """Quantiles of the first token of a running request without later requests. `seconds`: by the
+        model."""
         assert placed.route is not None
         return self._of(self._first, Group.of(placed.request, placed.route), placed.route, seconds)
 
     def end_of(self, placed: Placed, seconds: float) -> Quantiles:
-        """The time to its end."""
+        """Quantiles of the end of a running request without later requests. `seconds`: by the model."""
         assert placed.route is not None
         return self._of(self._end, Group.of(placed.request, placed.route), placed.route, seconds)
 
     def started(self, placed: Placed, forecast: Forecast, ttft_s: float, undisturbed_s: float | None) -> None:
-        """The first token came `ttft_s` after the forecast, `undisturbed_s` after the request was sent."""
+        """Learns from a first token that came `ttft_s` after the forecast, and `undisturbed_s` after the
+        request was sent to its pods."""
         group = Group.of(placed.request, forecast.route)
         self._ttft.observe(group, forecast.queue_s + forecast.route.first_s, ttft_s)
         if undisturbed_s is not None and placed.first is not None:
             self._observe(self._first, group, forecast.route, placed.first.model_s, undisturbed_s)
 
     def ended(self, placed: Placed, forecast: Forecast, e2e_s: float) -> None:
-        """The request ended, `e2e_s` after the forecast."""
+        """Learns from a request that ended `e2e_s` after the forecast."""
         group = Group.of(placed.request, forecast.route)
         self._e2e.observe(group, forecast.queue_s + forecast.route.end_s, e2e_s)
 
     def took(self, placed: Placed, model_s: float, measured_s: float) -> None:
-        """A span until the end of a request took `measured_s`; the model of costs had `model_s`."""
+        """Learns from a span up to the end of a request, by its time in the pod model and its measured
+        time."""
         assert placed.route is not None
         group = Group.of(placed.request, placed.route)
         self._observe(self._end, group, placed.route, model_s, measured_s)
 
     def was_long(self, request: TokenizedRequest, num_tokens: int, *, is_cut: bool) -> None:
-        """An answer ended, at its max_tokens or before."""
+        """Learns the length of an answer. `is_cut`: it ended at its max_tokens."""
         self._lengths.observe(request, num_tokens, is_cut=is_cut)
 
     @staticmethod

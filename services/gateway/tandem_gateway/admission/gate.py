@@ -1,13 +1,13 @@
-"""Whether a request may run: whether its objectives will be met, and those of the requests that run.
+"""Decides whether a request may run: its objectives and those of running requests must be predicted to hold.
 
-    it will miss an objective                        refused: the prediction, and when to come back;
-    it would make another request miss its own       room is kept for it then
+    it will miss an objective                        refused with the prediction and a retry-after;
+    it would make another request miss an objective  room is kept for it at that time
     it takes room that quieter tenants will need
-    anything else                                    admitted; without objectives it waits in the queue
-                                                     while it would make another request miss its own
+    anything else                                    admitted; a best-effort request waits in the queue
+                                                     while it would make another request late
 
-An idle system refuses nothing that it can meet. Requests are not refused while nothing can be predicted,
-because no pod has computed anything yet or the reports are old.
+An idle system refuses no request that it can serve in time. Without a prediction, because the pods have not
+reported step costs yet or their reports are old, requests are admitted.
 """
 
 from __future__ import annotations
@@ -33,48 +33,49 @@ from tandem_gateway.fleet.load import Track
 from tandem_gateway.fleet.routing import Effects
 from tandem_gateway.request import TokenizedRequest
 
-#: The text of a refusal names the seconds that passed before it if they are more than this.
+#: A refusal names the seconds that passed since the arrival if they are at least this.
 _NO_WAIT_S = 0.05
-#: A strict request is hopeless if it needs more than this multiple of its objective on an idle system: costs
-#: that were measured next to other programs are too high by less.
+#: A strict request is hopeless if it needs more than this multiple of its objective on an idle system. Costs
+#: that were measured while other programs ran are too high by a smaller factor.
 _HOPELESS = 2.0
-#: Span and number of the requests whose used slack is averaged.
+#: Seconds over which the used slack of requests is averaged, and the most requests in the mean.
 _SLACK_S, _MAX_SLACKS = 10.0, 1024
 
 
 class Gate:
-    """Belongs to one event loop."""
+    """Applies the rule above. Belongs to one event loop."""
 
     def __init__(self, forecaster: Forecaster, queue: Queue, *, slack: float) -> None:
-        """`slack`: objectives are at least this multiple of the time without load; 0: as they are."""
+        """`slack`: objectives are widened to at least this multiple of the time without load; 0: never."""
         self._forecaster = forecaster
         self._router = forecaster.router
         self._queue = queue
         self._slack = slack
         self._reservations = Reservations()
-        #: Monotonic seconds and share of each recent request.
+        #: Monotonic seconds and used share of the slack, by recent request.
         self._slacks_used: deque[tuple[float, float]] = deque(maxlen=_MAX_SLACKS)
-        #: When a strict request was last admitted to measure whether it is late.
+        #: Monotonic seconds at which a strict request was last admitted to measure the costs again.
         self._tried_at = -math.inf
 
     @property
     def slack_used(self) -> float:
-        """Share of the time that objectives leave beyond that without load which load was predicted to take:
-        the mean of the last ten seconds' requests, where a refused one counts as 1. For any thread."""
+        """Predicted share of the objectives' slack that load takes (`Forecast.share_of_slack`): the mean over
+        the requests of the last ten seconds. A refused request counts as 1. Any thread may read it."""
         oldest = time.monotonic() - _SLACK_S
         shares = [share for at, share in self._slacks_used.copy() if at >= oldest]
         return sum(shares) / len(shares) if shares else 0.0
 
     def decide(self, request: TokenizedRequest, num_places: int = 1, other_tokens: int = 0) -> Admitted:
-        """`other_tokens`: of the call's other prompts, which are computed before this one. Raises
-        OverloadedError for a request that is refused, UnavailableError for a strict one without pods."""
+        """Admits the request, to run or to wait. `other_tokens`: tokens of the call's other prompts, which
+        are computed before this one. Raises OverloadedError to refuse it, and UnavailableError for a strict
+        request without pods."""
         unjudged = Admitted(request, num_places=num_places, other_tokens=other_tokens)
-        # The call whose answer is resumed was admitted before.
+        # A resumed answer was admitted before.
         if request.is_repeated:
             return unjudged
         effects = self._plan(unjudged)
         if effects is None and request.slo.is_strict:
-            raise UnavailableError("no decode pod is there to meet the request's objectives; try again later")
+            raise UnavailableError("no decode pod is available to meet the objectives; try again later")
         self._queue.is_blind = effects is not None and not effects.route.is_known
         if effects is None or self._queue.is_blind:
             return unjudged
@@ -100,8 +101,8 @@ class Gate:
         return admitted
 
     def may_begin(self, admitted: Admitted) -> bool:
-        """A request without objectives waits while it would make another one late, but not beyond its own
-        deadline."""
+        """Whether a queued request may begin. A best-effort request waits while it would make another request
+        late, but not beyond the time at which it is due."""
         request = admitted.request
         if request.has_objectives or not self._queue.running or request.due < time.monotonic():
             return True
@@ -118,7 +119,7 @@ class Gate:
         return True
 
     def began(self, admitted: Admitted) -> None:
-        """It has a place now, and goes to its pods."""
+        """Sends a request that has got its places to its pods, and updates the predictions of the others."""
         admitted.admitted_at = now = time.monotonic()
         effects, placed = admitted.effects or self._plan(admitted), admitted.placed
         admitted.effects = None
@@ -136,7 +137,8 @@ class Gate:
         self._reservations.demand.charge(admitted.request.tenant, work_s)
 
     def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
-        """The median for a new prompt of this length that has a place; NaN without a decode pod."""
+        """The median TTFT of a new prompt of this length that gets a place at once; NaN without a decode
+        pod."""
         now, prompt = time.monotonic(), (0,) * num_prompt_tokens
         request = TokenizedRequest("", "", prompt, SamplingParams(), NO_OBJECTIVES, now, now)
         effects = self._router.plan(request)
@@ -145,12 +147,12 @@ class Gate:
     # -- the rule -------------------------------------------------------------------------------------
 
     def _check(self, admitted: Admitted, effects: Effects, key: int) -> None:
-        """Raises OverloadedError for a request that is refused."""
+        """Raises OverloadedError to refuse the request."""
         request, route, slo = admitted.request, effects.route, admitted.request.slo
         forecast, waited_s = self._forecast(effects), time.monotonic() - request.arrived
         appointments = self._reservations.appointments
         is_returning = appointments.keep(key)
-        # Room was kept for it, with a margin.
+        # Room was kept for it with a margin, so the median decides.
         is_likely = is_returning or self._reservations.demand.is_quieter(request.tenant)
         is_idle = route.decode.is_idle and not route.computes_prompt.works.has_prompts
         missed = forecast.misses(slo, waited_s, is_likely=is_likely)
@@ -162,15 +164,15 @@ class Gate:
         if not missed or (is_idle and (not slo.is_strict or self._may_try(admitted, forecast))):
             return
         if slo.is_strict and (hopeless := missed_alone(slo, forecast.alone, _HOPELESS)):
-            # It would be refused whenever it came back.
+            # It would be refused at any load, so it gets no retry-after.
             limit_s, takes_s = getattr(slo, f"{hopeless}_s"), forecast.alone[hopeless]
             raise OverloadedError(
-                f"refused: the objective {hopeless} of {limit_s:g} s cannot be met here even without load, "
-                f"where it takes {takes_s:.3g} s; ask for more time, or do not ask for strict",
+                f"refused: an idle system takes {takes_s:.3g} s and cannot meet the objective {hopeless} of "
+                f"{limit_s:g} s; ask for more time, or leave out strict",
                 None,
                 RefusalReason(hopeless),
             )
-        # An idle system has no load whose end is near, but errors that were measured with load.
+        # On an idle system no request is about to end; the errors measured under load expire instead.
         after_s = MEMORY_S if is_idle else self._room_after_s(effects)
         retry_s = appointments.make(key, request, route, admitted.num_places, after_s)
         again = " again" if is_returning else ""
@@ -178,7 +180,8 @@ class Gate:
         raise OverloadedError(f"refused{again}: {why}; try again later", retry_s, RefusalReason(missed))
 
     def _missed_by_others(self, effects: Effects, *, is_likely: bool, is_returning: bool) -> str:
-        """ "others": it would make one late; "share": it leaves quieter tenants too little room; ""."""
+        """Returns "others" if the request would make another one late, "share" if it would leave quieter
+        tenants too little room, else ""."""
         if self._makes_late(effects, is_likely=is_likely):
             return "others"
         due_back = [] if is_returning else self._reservations.due_back(effects.request.tenant, effects.route)
@@ -190,8 +193,9 @@ class Gate:
         return ""
 
     def _makes_late(self, effects: Effects, *, is_likely: bool = False) -> bool:
-        """Whether the request makes another one miss an objective: with it that is predicted at the gateway's
-        confidence, or with `is_likely` in the median; without it not even in the median."""
+        """Whether the request makes another one miss an objective. With the request the other's upper
+        quantile must miss it (with `is_likely` the median); without the request the other's median must meet
+        it."""
         now = time.monotonic()
         for other, (before, after) in effects.others.items():
             for predict, first_s, then_s, by in (
@@ -214,8 +218,9 @@ class Gate:
         *,
         is_likely: bool = False,
     ) -> bool:
-        """Whether next to requests that are due back and expected ones it makes another one late, or one of
-        those that are due back; or next to expected ones itself is late."""
+        """Whether a timeline that also contains `due_back` and `expected` has a late request: a running one
+        or one that is due back and would be in time without this request, or, with `expected`, this
+        request."""
         if not due_back and not expected:
             return False
         now = time.monotonic()
@@ -239,8 +244,8 @@ class Gate:
         return False
 
     def _may_try(self, admitted: Admitted, forecast: Forecast) -> bool:
-        """Whether a strict request may run on an idle system. If it takes too long by the costs, one at times
-        measures whether they still hold: where all requests are strict, nothing else would."""
+        """Whether a strict request may run on an idle system. If the costs predict a miss, one request per
+        `MEMORY_S` runs to measure the costs again: if all requests are strict, no other request does."""
         slo = admitted.request.slo
         if not missed_alone(slo, forecast.alone):
             return True
@@ -253,27 +258,29 @@ class Gate:
     # -- refusals -------------------------------------------------------------------------------------
 
     def _room_after_s(self, effects: Effects) -> float:
-        """Seconds after which it is likely to be admitted: half of the requests on its pod have ended."""
+        """Seconds until half of the requests on the decode pod are predicted to have ended."""
         ends = sorted(times.end_s for times in self._router.times(effects).values())
         return max(ends[len(ends) // 2], MIN_RETRY_AFTER_S) if ends else self._queue.service_s
 
     def _why(self, request: TokenizedRequest, forecast: Forecast, missed: str, waited_s: float) -> str:
-        """The prediction, and the objective that it misses."""
+        """The text of a refusal: the prediction, and the objective that would be missed."""
         slo, token, first, end = request.slo, forecast.tpot, forecast.first, forecast.end
         p_first = f"p{100 * self._forecaster.first_confidence:g}"
         p_end = f"p{100 * self._forecaster.end_confidence:g}"
         first_text = f"the first token is predicted after {first.p50:.2f} s ({p_first} {first.high:.2f} s)"
         end_text = f"the end is predicted after {end.p50:.2f} s ({p_end} {end.high:.2f} s)"
-        token_text = f"{token.p50 * 1000:.0f} ms per token are predicted ({p_end} {token.high * 1000:.0f} ms)"
-        after = f", after {waited_s:.2f} s that have passed," if waited_s >= _NO_WAIT_S else ""
+        token_text = (
+            f"a token is predicted to take {token.p50 * 1000:.0f} ms ({p_end} {token.high * 1000:.0f} ms)"
+        )
+        passed = f" plus the {waited_s:.2f} s since its arrival" if waited_s >= _NO_WAIT_S else ""
         return {
-            "ttft": f"{first_text}; {p_first}{after} is over the {slo.ttft_s:g} s of its objective",
-            "e2e": f"{end_text}; {p_end}{after} is over the {slo.e2e_s:g} s of its objective",
-            "tpot": f"{token_text}; {p_end} is over the {slo.tpot_s * 1000:g} ms of its objective",
-            "others": "it would make a request that was admitted before miss its objective; of its own, "
+            "ttft": f"{first_text}; {p_first}{passed} exceeds its objective of {slo.ttft_s:g} s",
+            "e2e": f"{end_text}; {p_end}{passed} exceeds its objective of {slo.e2e_s:g} s",
+            "tpot": f"{token_text}; {p_end} exceeds its objective of {slo.tpot_s * 1000:g} ms",
+            "others": "it would make an admitted request miss an objective; for this request "
             f"{first_text}, and {end_text}",
-            "share": f"tenant {request.tenant} asks for much, and would leave others too little room; "
-            f"{first_text}, and {end_text}",
+            "share": f"tenant {request.tenant} asks for more work than others and would leave them too "
+            f"little room; for this request {first_text}, and {end_text}",
         }[missed]
 
     def _plan(self, admitted: Admitted) -> Effects | None:
@@ -282,7 +289,7 @@ class Gate:
         )
 
     def _forecast(self, effects: Effects) -> Forecast:
-        """The forecast, with the wait for a place."""
+        """The forecast, including the wait for places."""
         request = effects.request
         fits = self._queue.fits(request, effects.job.num_places)
         queue_s = 0.0 if fits else self._queue.wait_s(request)
@@ -290,5 +297,5 @@ class Gate:
 
 
 def _key(request: TokenizedRequest, num_places: int) -> int:
-    """By which a refused request is known when it comes back."""
+    """Identifies a refused request when it comes back."""
     return hash((request.tenant, request.slo, num_places, request.prompt_token_ids))

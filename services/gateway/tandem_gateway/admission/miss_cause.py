@@ -1,4 +1,4 @@
-"""Why a request missed its SLO: the stage that took the longest beyond what was predicted."""
+"""Finds why a request missed its SLO: the stage that exceeded its prediction most."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ CAUSES = (*_UNTIL_FIRST_TOKEN, "decode", "length", "preemption")
 def miss_cause(
     receipt: common_pb2.Receipt, forecast: Forecast | None, *, is_late_start: bool, is_late_end: bool
 ) -> str:
-    """Of a complete receipt. `is_late_start`: the first token was late, so what came after it did not matter;
-    if neither it nor the end was, only that did.
+    """Returns the cause of a miss in a complete receipt.
 
-    Without a forecast all of a stage's time counts.
+    After a late first token (`is_late_start`) only the stages before it count. If neither the first token nor
+    the end was late (`is_late_end`), TPOT was missed, and only the stages after the first token count.
+    Without a forecast a stage counts with its whole time.
     """
     took = {
         stage: getattr(receipt, f"{stage}_ns") / NS_PER_S

@@ -1,5 +1,5 @@
-"""The objectives by which a request is judged: relative ones in seconds, and none tighter than this system
-can meet without load, unless the request is strict."""
+"""Resolves the objectives by which a request is judged. Relative objectives become seconds. Objectives that
+an idle system could not meet are widened, unless the request is strict."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tandem_core.slo import SloTarget
 
 
 def resolve(slo: SloTarget, alone: Mapping[str, float], slack: float) -> tuple[SloTarget, bool]:
-    """The objectives in seconds, and whether any was widened. `alone`: seconds that the request takes without
-    load, by name. An objective is at least `slack` times that, unless it is strict or relative; 0: unchanged.
-    """
+    """Returns the objectives in seconds, and whether any was widened. `alone` has the times of the request on
+    an idle system, by objective. An objective below `slack` times that is widened to it, unless the request
+    is strict or the objective relative; with `slack` 0 none is."""
     resolved = slo.resolved(**{f"{name}_s": seconds for name, seconds in alone.items()})
     if slo.is_strict or not slack:
         return resolved, False
@@ -24,7 +24,7 @@ def resolve(slo: SloTarget, alone: Mapping[str, float], slack: float) -> tuple[S
 
 
 def missed_alone(slo: SloTarget, alone: Mapping[str, float], times: float = 1.0) -> str:
-    """The objective that would be missed without any load, even if it were `times` as long; "" if none."""
+    """Names the first objective that an idle system would miss even if it were `times` as long; "": none."""
     for name in ("ttft", "tpot", "e2e"):
         if 0 < times * getattr(slo, f"{name}_s") < alone[name]:
             return name

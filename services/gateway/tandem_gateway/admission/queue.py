@@ -1,5 +1,5 @@
-"""Places for requests: how many run at once, and the queue of those that wait, the earliest deadline first.
-`Gate` decides which of them may begin."""
+"""Limits how many requests run at once, and holds the others in a queue, the earliest deadline first. `Gate`
+decides which of them may begin."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from tandem_gateway.errors import OverloadedError
 from tandem_gateway.request import TokenizedRequest
 
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.05, 300.0
-#: Best-effort requests take at most this share of the places, so that others find one, and at most this
-#: multiple of the pods' batch slots: dispatched requests compete with later ones, queued ones do not.
+#: Best-effort requests take at most this share of the places, so that requests with objectives find one, and
+#: at most this multiple of the pods' batch slots, because requests on pods compete with later ones and queued
+#: ones do not.
 _BEST_EFFORT_SHARE, _BEST_EFFORT_OF_SLOTS = 0.75, 1.25
-#: Weight of the newest request in the mean duration; about the last twenty count.
+#: Weight of the newest request in the mean duration, which reflects about the last twenty.
 _ALPHA = 0.1
 
 
 class Waiter(NamedTuple):
-    """Ordered by the first two fields, which no other one has."""
+    """A queued request. Waiters are ordered by their first two fields, a unique pair."""
 
-    #: Monotonic seconds.
+    #: Deadline by the objectives, in monotonic seconds.
     due: float
     number: int
     admitted: Admitted
@@ -38,10 +39,10 @@ class Waiter(NamedTuple):
 
 
 class Queue:
-    """Belongs to one event loop."""
+    """The places and the queue of a gateway. Belongs to one event loop."""
 
     def __init__(self, *, max_in_flight: int, max_queue: int, num_batch_slots: Callable[[], int]) -> None:
-        """`num_batch_slots`: sequences that pods compute at once; 0 without pods."""
+        """`num_batch_slots` returns the batch slots of the decode pods; 0 without pods."""
         self.max_in_flight = max_in_flight
         self._max_queue = max_queue
         self._num_batch_slots = num_batch_slots
@@ -53,9 +54,9 @@ class Queue:
         self.of_tenant: Counter[str] = Counter()
         #: Mean seconds from arrival to the end of a request.
         self.service_s = 1.0
-        #: Whether the pods' reports allow no prediction. Then no more run than the pods compute at once.
+        #: Whether the pods' reports allow no prediction. Then no more run than the pods have batch slots.
         self.is_blind = False
-        #: Those that wait with objectives, and without, in order.
+        #: Waiters with objectives, and best-effort ones, each in order.
         self._first: list[Waiter] = []
         self._last: list[Waiter] = []
         self._order = itertools.count()
@@ -69,11 +70,11 @@ class Queue:
         return (waiter.admitted for waiter in waiters if not waiter.turn.done())
 
     def ended(self, e2e_s: float) -> None:
-        """A request ended, `e2e_s` after its arrival."""
+        """Adds a request that ended `e2e_s` after its arrival to the mean."""
         self.service_s += _ALPHA * (e2e_s - self.service_s)
 
     def opened(self, admitted: Admitted) -> None:
-        """A request is there, to wait or to run."""
+        """Counts a request that will wait or run."""
         self._count(admitted, admitted.num_places)
 
     def closed(self, admitted: Admitted) -> None:
@@ -100,7 +101,7 @@ class Queue:
         self._num_best_effort += num_places * (not admitted.request.has_objectives)
 
     def fits(self, request: TokenizedRequest, num_places: int = 1) -> bool:
-        """Whether it may have these places now."""
+        """Whether this many places are free for the request now."""
         if request.has_objectives or not self._num_best_effort:
             return self._has_room(num_places)
         of_slots = _BEST_EFFORT_OF_SLOTS * self._num_batch_slots() or math.inf
@@ -108,7 +109,7 @@ class Queue:
         return self._num_best_effort + num_places <= int(most) and self._has_room(num_places)
 
     def _has_room(self, num_places: int) -> bool:
-        """Whether these places are free; a request that needs more than there are gets all of them."""
+        """Whether this many places are free; a request that needs more than the limit gets all of them."""
         most = self.max_in_flight
         if self.is_blind:
             most = min(most, self._num_batch_slots() or most)
@@ -117,8 +118,8 @@ class Queue:
     # -- the queue ------------------------------------------------------------------------------------
 
     def wait(self, admitted: Admitted) -> Waiter:
-        """A waiter that stops waiting for its turn calls `give_up`. Raises OverloadedError if the queue is
-        full."""
+        """Adds the request to the queue; the caller awaits its turn, or calls `give_up`. Raises
+        OverloadedError if the queue is full."""
         if self.num_waiting >= self._max_queue:
             raise OverloadedError(
                 f"the queue is full ({self.num_waiting} waiting, limit {self._max_queue}); try again later",
@@ -131,7 +132,7 @@ class Queue:
         return waiter
 
     def give_up(self, waiter: Waiter) -> None:
-        """Leaves the queue without its turn."""
+        """Removes a waiter that does not wait for its turn any longer."""
         waiter.turn.cancel()
         self._remove(waiter)
 
@@ -145,8 +146,8 @@ class Queue:
         return self._first if admitted.request.has_objectives else self._last
 
     def is_behind_others(self, admitted: Admitted) -> bool:
-        """Whether a request with an earlier deadline waits whose place it would take: one of its kind, or one
-        for which too few places are free."""
+        """Whether the request would take the place of a waiting request with an earlier deadline: one of its
+        kind (with objectives, or best effort), or one for which too few places are free."""
         own = self._queue_of(admitted)
         for queue in (self._first, self._last):
             first = _first(queue)
@@ -157,9 +158,11 @@ class Queue:
         return False
 
     def next_waiting(self, may_begin: Callable[[Admitted], bool]) -> Waiter | None:
-        """Takes the request that has a place and the earliest deadline out of the queue. A request for which
-        too few places are free blocks all others, or single requests would take each place that it waits for;
-        a request that may not begin blocks those of its kind."""
+        """Removes the next request that may begin from the queue; None: there is none.
+
+        The earliest deadline goes first. A request for which too few places are free blocks all others,
+        because requests for one place would take each place that it waits for. A request that may not begin
+        blocks those of its kind."""
         firsts = [_first(queue) for queue in (self._first, self._last)]
         for waiter in sorted([waiter for waiter in firsts if waiter is not None]):
             admitted = waiter.admitted
@@ -171,12 +174,12 @@ class Queue:
         return None
 
     def wait_s(self, request: TokenizedRequest) -> float:
-        """Predicted wait of a request with objectives for a place."""
+        """Predicted seconds until a request with objectives gets a place."""
         num_before = sum([bisect_right(queue, request.due, key=_due) for queue in (self._first, self._last)])
         return (num_before + 1) * self.service_s / self.max_in_flight
 
     def turn_s(self) -> float:
-        """When the next request behind the queue is likely to have its turn."""
+        """Expected seconds until a request at the end of the queue has its turn."""
         seconds = (self.num_waiting + 1) * self.service_s / self.max_in_flight
         return min(max(seconds, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
@@ -185,5 +188,5 @@ _due = attrgetter("due")
 
 
 def _first(queue: list[Waiter]) -> Waiter | None:
-    """A request that was cancelled a moment ago is still in the queue."""
+    """Returns the first waiter that was not cancelled; a cancelled one stays queued for a moment."""
     return next((waiter for waiter in queue if not waiter.turn.done()), None)

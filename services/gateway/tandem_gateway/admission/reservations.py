@@ -1,5 +1,10 @@
-"""Room for requests that are not here: refused clients that come back, and requests that tenants are expected
-to send. Each is a job on a pod, which counts as the requests that run."""
+"""Keeps room for future requests: those of refused clients that come back, and those that tenants are
+expected to send. Each is a job in the pod model, like a running request.
+
+    Demand          the work that each tenant asks for, compared with the others' and with its share
+    Appointments    the times at which refused clients may come back
+    Reservations    the jobs of both on a pod
+"""
 
 from __future__ import annotations
 
@@ -18,21 +23,21 @@ from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S
 from tandem_gateway.fleet.routing import Route
 from tandem_gateway.request import TokenizedRequest
 
-#: A tenant may be ahead of its share by this many seconds of best-effort work.
+#: A tenant may be ahead of its share by this many seconds of work.
 _AHEAD_S = 1.0
 #: A tenant's demand is a mean over about this time; a tenant is active until this long after a request.
 _MEMORY_S = 10.0
-#: A tenant that sent this many requests in this time is compared by them too, so that it is known as noisy
-#: before it has filled the pods.
+#: A tenant that sent this many requests in this shorter time is compared over it too, so that it is known as
+#: noisy before it has filled the pods.
 _SHORT_MEMORY_S, _MANY = 2.0, 16
-#: Room is kept for tenants that ask for less than this part of the work that a tenant asks for; equal tenants
-#: differ by less by chance.
+#: A tenant is quieter than another one if it asks for less than this part of the other's work. Equal tenants
+#: rarely differ this much by chance.
 _MUCH_LESS = 0.5
 #: A tenant with fewer recent requests than this is never considered noisy.
 _NUM_NOISY = 5
-#: Requests that are expected are at most this many jobs, so that timelines stay short.
+#: Most jobs for expected requests, so that timelines stay short.
 _MOST_JOBS = 16
-#: A refused client finds its room until it is this late.
+#: Room is kept for a refused client until it is this late.
 _GRACE_S = 1.0
 #: Room is kept from this long before the client is due back.
 _NEAR_S = 2.0
@@ -45,7 +50,7 @@ _ALPHA = 0.1
 
 @dataclass
 class _Window:
-    """Requests of about the last `memory_s` seconds: older ones decay."""
+    """Number and work of the requests of about the last `memory_s` seconds, with exponential decay."""
 
     memory_s: float
     num_asked: float = 0.0
@@ -70,11 +75,11 @@ class _Window:
 @dataclass
 class _Tenant:
     weight: float
-    #: Monotonic seconds when its work is done at the speed of its share.
+    #: Finish time: monotonic seconds at which its work ends at the speed of its share.
     finish: float
     asked: _Window = field(default_factory=lambda: _Window(_MEMORY_S))
     lately: _Window = field(default_factory=lambda: _Window(_SHORT_MEMORY_S))
-    #: Those with objectives, lately.
+    #: Requests with objectives only.
     promised: _Window = field(default_factory=lambda: _Window(_SHORT_MEMORY_S))
 
     def ask(self, now: float, work_s: float, *, has_objectives: bool) -> None:
@@ -84,38 +89,38 @@ class _Tenant:
             self.promised.ask(now, work_s)
 
     def is_quieter(self, noisy: _Tenant, now: float) -> bool:
-        """Whether it asks for much less work than the other one, by weight."""
+        """Whether this tenant asks for much less work than the other one, by weight."""
         if noisy.asked.num_asked < _NUM_NOISY:
             return False
         own, theirs = self.asked.demand(now) / self.weight, noisy.asked.demand(now) / noisy.weight
         if own < _MUCH_LESS * theirs:
             return True
-        # Several requests at once are no proof against a tenant that asked for less before.
+        # A burst alone does not make a tenant noisy that asked for less work over the longer time.
         is_sure = noisy.lately.num_asked >= _MANY and own < theirs
         lately, theirs_lately = self.lately.demand(now), noisy.lately.demand(now)
         return is_sure and lately / self.weight < _MUCH_LESS * theirs_lately / noisy.weight
 
 
 class Demand:
-    """What each tenant asks for. Belongs to one event loop.
+    """The work that each tenant asks for. Belongs to one event loop.
 
-    A tenant's share is its weight among the active tenants. Each best-effort request moves the tenant's
-    finish time by its seconds of work over that share, as for a constant bandwidth server (Abeni and Buttazzo
-    1998); those of a tenant that is ahead of the others are due later.
+    A tenant's share is its weight divided by that of all active tenants. Each request that begins moves the
+    tenant's finish time by its seconds of work divided by that share, as in a constant bandwidth server
+    (Abeni and Buttazzo 1998). Best-effort requests of a tenant that is ahead of the others are due later.
     """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
 
     def ask(self, name: str, weight: float, work_s: float, *, has_objectives: bool) -> None:
-        """A request of `work_s` seconds came, admitted or not."""
+        """Counts a request of `work_s` seconds that arrived, admitted or not."""
         now = self._forget()
         tenant = self._tenants.setdefault(name, _Tenant(weight, now))
         tenant.weight = weight
         tenant.ask(now, work_s, has_objectives=has_objectives)
 
     def charge(self, name: str, work_s: float) -> None:
-        """A request began; nothing happens if its tenant has asked for nothing lately."""
+        """Charges a request that began to its tenant; does nothing for a tenant that is not active."""
         now, tenant = self._forget(), self._tenants.get(name)
         if tenant is None:
             return
@@ -137,8 +142,9 @@ class Demand:
         return any(own.is_quieter(other, now) for other in self._tenants.values() if other is not own)
 
     def before(self, name: str, *, has_objectives: bool) -> float:
-        """Work of the requests that come before those of this tenant, in seconds per second: requests with
-        objectives, of quieter tenants or for a best-effort request of all."""
+        """Work that has priority over this tenant's requests, in seconds per second: requests with
+        objectives, of all tenants before a best-effort request, of quieter tenants before one with
+        objectives."""
         now = self._forget()
         own = self._tenants.get(name)
         if own is None:
@@ -162,7 +168,7 @@ class Demand:
 
 @dataclass(eq=False)
 class Appointment:
-    """The time at which a refused client may come back."""
+    """A refused request, and the time at which its client may send it again."""
 
     key: int
     tenant: str
@@ -171,13 +177,14 @@ class Appointment:
     due_s: float
     route: Route
     num_places: int
-    #: Monotonic seconds from which it is expected, and until which its work takes the share of appointments.
+    #: Monotonic seconds at which it is expected, and until which its work takes the appointments' share of
+    #: all work.
     at: float
     until: float
     is_open: bool = True
 
     def job(self, now: float) -> Job:
-        """Its future work on its decode pod."""
+        """The request's future job on its decode pod."""
         route, ready_s = self.route, max(self.at - now, 0.0)
         start = route.start if route.is_local else route.stop
         due = now + ready_s + self.due_s
@@ -188,22 +195,24 @@ _at = attrgetter("at")
 
 
 class Appointments:
-    """When refused clients come back: those of a tenant one after the other, each when the work of those
-    before it can be done in addition to that of new clients. Tenants share the machine equally, so the line
-    of one does not delay another. Belongs to one event loop."""
+    """The times at which refused clients may come back. Belongs to one event loop.
+
+    The clients of a tenant come one after the other. The gap is the time for their work in the appointments'
+    share of all work, which tenants divide equally, so one tenant's clients do not delay those of another.
+    """
 
     def __init__(self) -> None:
-        #: By content of the request, since equal requests are common; all of them in order of their times.
+        #: Open appointments by content of the request, several for equal requests; and all in order of time.
         self._open: defaultdict[int, list[Appointment]] = defaultdict(list)
         self._order: list[Appointment] = []
-        #: Share of the clients that came back in time lately; unknown at first.
+        #: Share of the recent clients that came back in time; half before the first one.
         self.returning = 0.5
 
     def make(
         self, key: int, request: TokenizedRequest, route: Route, num_places: int, after_s: float
     ) -> float:
-        """Returns seconds until the first free time after `after_s`, and remembers what is expected then,
-        unless that is far ahead or as many are expected as can be."""
+        """Returns the seconds until the first free time from `after_s` on, and keeps an appointment for it,
+        unless it is beyond the longest retry-after or `_MOST_APPOINTMENTS` exist."""
         self._forget_missed()
         now, num_tenants = time.monotonic(), len({*(one.tenant for one in self._order), request.tenant})
         length = num_places * route.work_s * self.returning / _SHARE_OF_RETURNING * num_tenants
@@ -221,7 +230,7 @@ class Appointments:
         return min(at - now, MAX_RETRY_AFTER_S)
 
     def keep(self, key: int) -> bool:
-        """Whether the client comes at its time."""
+        """Whether the client comes at the time of its appointment, which is then closed."""
         self._forget_missed()
         if key not in self._open or self._open[key][0].at - _GRACE_S > time.monotonic():
             return False
@@ -230,7 +239,7 @@ class Appointments:
         return True
 
     def near(self) -> list[Appointment]:
-        """The next ones in order; of these as many as are likely to come."""
+        """Lists the next appointments in order, as many as are likely to be kept."""
         self._forget_missed()
         near = time.monotonic() + _NEAR_S
         due = [one for one in takewhile(lambda one: one.at < near, self._order) if one.is_open]
@@ -254,15 +263,15 @@ class Appointments:
 
 
 class Reservations:
-    """Belongs to one event loop."""
+    """Future requests as jobs. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self.demand = Demand()
         self.appointments = Appointments()
 
     def due_back(self, tenant: str, route: Route) -> list[Appointment]:
-        """The first clients that are due back at the route's decode pod, at most a full batch. A quieter
-        tenant leaves no room for the clients of others."""
+        """Lists the first clients that are due back at the route's decode pod, at most a full batch. A
+        quieter tenant need not leave room for clients of other tenants."""
         is_quieter = self.demand.is_quieter(tenant)
         due = [
             one
@@ -272,13 +281,14 @@ class Reservations:
         return due[: route.decode.load.model.max_batch]
 
     def expected(self, request: TokenizedRequest, route: Route) -> list[Job]:
-        """Requests that will come to its decode pod and run before it, as many as come on average while it
-        is here, and a standard deviation more. One job stands for several."""
+        """Jobs of requests with priority that are expected at the decode pod while the request is here: the
+        mean number and one standard deviation more. A job may stand for several requests."""
         now = time.monotonic()
         work = self.demand.before(request.tenant, has_objectives=request.has_objectives)
-        # Per second, in requests like this one.
+        # Arrivals per second, in requests like this one.
         rate = work / route.work_s / route.num_decode
-        # The more come, the longer it is here, and the more come meanwhile: with objectives until it is due.
+        # Arrivals extend the stay, which brings more arrivals; a request with objectives stays until it is
+        # due.
         here_s = max(route.end_s, request.due - now) if request.has_objectives else route.end_s
         number = round(rate * here_s + math.sqrt(rate * here_s))
         size = min(-(-number // _MOST_JOBS), route.decode.load.model.max_batch)
@@ -286,7 +296,7 @@ class Reservations:
         stop = start + size * (route.stop - start)
         jobs = []
         for num_before in range(0, min(number, size * _MOST_JOBS), max(size, 1)):
-            # Until then one more comes on average, with the deviation.
+            # By this time the mean plus one standard deviation has grown by one request.
             ready_s = (math.sqrt(num_before + 1.25) - 0.5) ** 2 / rate
             jobs.append(Job(now + ready_s, start, stop, route.num_output, route.context, size, ready_s))
         return jobs
