@@ -1,14 +1,14 @@
-"""Predicts the work of a pod: the engine's scheduling rule as a pure function of costs and jobs.
+"""Predicts the work of a pod: the engine's scheduling rule as a pure function of step costs and jobs.
 
-    PodModel       costs of steps and limits of a step, as the pod reports them
+    PodModel       step costs and limits of a step, as the pod reports them
     Job            a request that runs, waits, or may come: prompt tokens, output tokens, deadline
     timeline       PodModel, jobs -> the time of each job's first token, and of its end
-    SimulatedPod   the same rule for jobs that arrive over time, run from one change to the next
+    SimulatedPod   applies the rule to jobs that arrive over time, from one change to the next
 
-The rule is that of tandem_engine.scheduler: the jobs with the earliest deadlines share the batch; a step
-computes one token for each that decodes, and chunks of prompts in order of their deadlines. The model omits
-preemption and the gain of single steps from drafts; of block limits it has a total of KV tokens. No clock and
-no I/O: times are seconds from now.
+The rule is that of tandem_engine.scheduler: the jobs with the earliest deadlines share the batch. A step
+decodes each sequence of the batch whose prompt is computed, and computes chunks of the other prompts in order
+of deadlines. Drafts count by the mean tokens per step. The model omits preemption, and knows KV blocks only
+as a total of KV tokens. It has no clock and no I/O: times are seconds from now.
 """
 
 from __future__ import annotations
@@ -22,31 +22,33 @@ from typing import NamedTuple
 
 from tandem_core.step_cost import StepCost, tokens_gained
 
-#: Sums of tokens are off by less.
+#: Rounding errors of sums of tokens are smaller than this.
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
 class PodModel:
+    """Step costs and limits of one pod."""
+
     prefill: StepCost
     decode: StepCost
-    #: Sequences that share a step at most.
+    #: Batch slots: most sequences in a step.
     max_batch: int
-    #: Prompt tokens of a step at most.
+    #: Most prompt tokens in a step.
     chunk_size: int
-    #: A step with this many prompt tokens takes no further prompt; a step in which sequences decode takes no
-    #: more prompt tokens than this.
+    #: A step with this many prompt tokens takes no further prompt. A step in which sequences decode takes at
+    #: most this many prompt tokens.
     enough_prompt_tokens: int
     #: Tokens that a sequence gains in a decode step, see tokens_gained.
     tokens_per_step: tuple[float, ...] = (1.0,)
-    #: Room for the KV of the jobs that share the batch.
+    #: KV tokens of the pod, for the jobs that share the batch.
     kv_tokens: float = math.inf
-    #: Duration of a step that decodes and computes prompts, as a multiple of the sum of both.
+    #: Duration of a step that decodes and computes prompts, as a multiple of the sum of both costs.
     mixed_steps: float = 1.0
 
     def decode_seconds(self, num_steps: float, num_sequences: float, context: float) -> float:
-        """Seconds of steps in which sequences with `context` cached tokens decode; 0 steps: their share of a
-        step that also computes prompts."""
+        """Seconds of steps in which these sequences, each with `context` cached tokens, decode. With 0 steps:
+        what they add to one step that computes prompts."""
         return self.decode.seconds(num_steps, num_sequences, num_sequences * context)
 
     def prompt_seconds(self, start: int, stop: int) -> float:
@@ -54,7 +56,7 @@ class PodModel:
         return self.prefill.prompt_seconds(start, stop, self.chunk_size)
 
     def token_seconds(self, num_sequences: float, context: float) -> float:
-        """Seconds per output token of each of these sequences; those beyond `max_batch` take turns."""
+        """Seconds per output token of a sequence among `num_sequences`; more than `max_batch` take turns."""
         together = min(num_sequences, self.max_batch)
         step_s = self.decode_seconds(1, together, context)
         return step_s / tokens_gained(self.tokens_per_step, together) * num_sequences / together
@@ -62,45 +64,47 @@ class PodModel:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A request on one pod. Two jobs with equal fields are two jobs."""
+    """A request on one pod. Jobs are compared by identity."""
 
-    #: Jobs with earlier deadlines come first. Any clock that all jobs share.
+    #: Deadline; jobs with earlier ones come first. All jobs share one clock.
     due: float
     #: Prompt tokens [start, stop) that this pod has yet to compute; empty if another pod computes them.
     start: int
     stop: int
-    #: Output tokens still to come, the first one included unless another pod computes the prompt.
+    #: Output tokens still to come, including the first one unless another pod computes the prompt.
     num_tokens: float
     #: Mean cached tokens during the rest of the answer.
     context: int
+    #: Batch slots that it takes.
     num_places: int = 1
-    #: Seconds until it arrives, or its KV does. It joins the first step that begins at that time or later.
+    #: Seconds until the job or its KV arrives. It joins the first step that begins at that time or later.
     ready_s: float = -math.inf
-    #: Its KV at its end; counts only where the pod's room is limited.
+    #: KV tokens at its end; used only if `PodModel.kv_tokens` is finite.
     kv_tokens: int = 0
 
 
 class Times(NamedTuple):
-    """Seconds from now; infinite for a job that would begin beyond the horizon."""
+    """Times of a job in seconds from now; infinite if they are beyond the horizon."""
 
-    #: To the first token that this pod computes.
+    #: Time of the first token that this pod computes.
     first_s: float
     end_s: float
 
 
 class SimulatedPod:
-    """Jobs in progress. A change is the end of a prompt or of an answer; the steps up to it are equal."""
+    """Runs jobs from one change to the next. A change is the end of a prompt or of an answer, or a job that
+    becomes ready; all steps before it have the same batch."""
 
     def __init__(self, model: PodModel, jobs: Iterable[Job] = (), *, step_share: float = 0.0) -> None:
-        """`step_share`: the share of the running step that has passed, in [0, 1). Jobs with ready_s >= 0 are
-        not in that step."""
+        """`step_share`: the share of the running step that has passed, in [0, 1). Jobs with ready_s >= 0 do
+        not take part in that step."""
         self._model = model
         self._batch = _Batch(model)
         self._states = {job: _State(job) for job in jobs}
         #: In order of deadlines; jobs that have ended are dropped when the batch is filled.
         self._left = sorted(self._states.values(), key=_due)
         self._num_left = len(self._left)
-        #: When the next job that could join is ready.
+        #: The time at which the next job is ready, and the batch is filled again.
         self._next_ready_s = -math.inf
         #: Whether a job waits for a batch slot.
         self._has_waiting = False
@@ -113,7 +117,7 @@ class SimulatedPod:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a job has not ended."""
+        """Whether any job has not ended."""
         return self._num_left > 0
 
     def times(self, job: Job) -> Times:
@@ -121,21 +125,21 @@ class SimulatedPod:
         return Times(state.first_s, state.end_s)
 
     def add(self, job: Job) -> None:
-        """The job takes part from the next step on."""
+        """Adds a job, which takes part from the next step on."""
         self._states[job] = _State(job)
         insort(self._left, self._states[job], key=_due)
         self._num_left += 1
         self._next_ready_s = -math.inf
 
     def change_s(self) -> float:
-        """When the next change comes unless jobs are added; infinite without jobs."""
+        """The time of the next change unless jobs are added; infinite without jobs."""
         self._fill_batch()
         if not self._batch:
             return self._next_ready_s
         return self.now_s + self._batch.seconds(self._batch.num_until(self._next_ready_s - self.now_s))
 
     def run(self, until_s: float = math.inf) -> None:
-        """Runs to the next change. A step that begins before `until_s` is the last one, and is completed."""
+        """Runs to the next change, or through the last step that begins before `until_s`."""
         self._fill_batch()
         stop_s = min(self._next_ready_s, until_s)
         if not self._batch:
@@ -152,7 +156,7 @@ class SimulatedPod:
             self.run(until_s)
 
     def _fill_batch(self) -> None:
-        """Chooses the jobs that share the next step, where that may have changed."""
+        """Chooses the jobs that share the next step, if the choice may have changed."""
         if self.now_s < self._next_ready_s:
             return
         self._left = [state for state in self._left if state.end_s == math.inf]
@@ -166,7 +170,7 @@ class SimulatedPod:
                 continue
             places_left -= job.num_places
             kv_left -= job.kv_tokens
-            # A job that finds too little room blocks those behind it.
+            # A job for which slots or KV are short blocks the jobs after it.
             if (places_left < 0 or kv_left < 0) and members:
                 break
             members.append(state)
@@ -177,11 +181,11 @@ class SimulatedPod:
 def timeline(
     model: PodModel, jobs: Sequence[Job], *, step_share: float = 0.0, horizon_s: float = math.inf
 ) -> dict[Job, Times]:
-    """The times of all jobs. Jobs with equal deadlines come in the given order. `step_share`: see
+    """Computes the times of all jobs. Jobs with equal deadlines come in the given order. `step_share`: see
     SimulatedPod. Steps that begin after `horizon_s` are not computed.
 
-    The work is proportional to the number of jobs times the sequences that share a step at most, and where no
-    job waits, to the number of jobs.
+    The computation takes time proportional to the number of jobs times `max_batch`, or to the number of jobs
+    if none waits for a batch slot.
     """
     pod = SimulatedPod(model, jobs, step_share=step_share)
     while pod.has_jobs and pod.now_s <= horizon_s:
@@ -199,7 +203,7 @@ class _State:
         self.start = job.start
         self.num_tokens = job.num_tokens
         self.first_s = self.end_s = math.inf
-        #: While it decodes: the tokens that a text of this batch has gained when this one ends.
+        #: While it decodes: the batch's count of gained tokens (`_Batch._gained`) at which it ends.
         self.until = 0.0
 
     def __lt__(self, other: _State) -> bool:
@@ -211,27 +215,27 @@ def _due(state: _State) -> float:
 
 
 class _Batch:
-    """The jobs that share the next step: texts, which decode, and prompts. All texts gain equally, so a heap
-    tells which one ends next."""
+    """The jobs that share the next step: prompts, and answers, which decode. All answers gain the same number
+    of tokens per step, so a heap yields the one that ends next."""
 
     def __init__(self, model: PodModel) -> None:
         self._model = model
         #: In order of deadlines.
         self._prompts: list[_State] = []
         self._texts: list[_State] = []
-        #: Texts whose first token comes with the next step.
+        #: Answers whose first token comes with the next step.
         self._new: list[_State] = []
-        #: Tokens that a text has gained since the beginning.
+        #: Tokens that an answer in the batch since the beginning has gained.
         self._gained = 0.0
         self._num_sequences = self._cached = 0
-        #: Prompts of the next step and their tokens.
+        #: Prompts of the next step, with the number of tokens of each.
         self._chunks: list[tuple[_State, int]] = []
 
     def __bool__(self) -> bool:
         return bool(self._texts or self._prompts)
 
     def fill(self, members: Sequence[_State]) -> None:
-        """These are the jobs from now on, in order of deadlines."""
+        """Replaces the jobs by `members`, which are in order of deadlines."""
         for state in self._texts:
             state.num_tokens = state.until - self._gained
         self._prompts, self._texts, self._new = [], [], []
@@ -253,7 +257,7 @@ class _Batch:
             self._new.append(state)
 
     def _choose_chunks(self) -> None:
-        """The prompts of the next step, the earliest deadline first, and the number of tokens of each."""
+        """Chooses the prompts of the next step, the earliest deadline first, and the tokens of each."""
         self._chunks = []
         model = self._model
         enough = min(model.enough_prompt_tokens, model.chunk_size)
@@ -267,10 +271,10 @@ class _Batch:
             wanted -= size
 
     def seconds(self, num_steps: int) -> float:
-        """Each step continues the prompts where the one before it ended."""
+        """Seconds of the next steps. Each step continues the prompts where the previous one ended."""
         model, seconds = self._model, 0.0
         if self._texts:
-            # A step that also computes prompts reads the weights once.
+            # A step that also computes prompts reads the weights only once, in the cost of the prompts.
             num_reads = not self._chunks
             seconds = model.decode.seconds(num_reads, self._num_sequences, self._cached) * num_steps
         if not self._chunks:
@@ -283,7 +287,8 @@ class _Batch:
         return seconds * model.mixed_steps if self._texts else seconds
 
     def num_until(self, stop_s: float) -> int:
-        """Steps until a prompt or an answer ends; fewer if all others begin at or after `stop_s` from now."""
+        """Number of steps until a prompt or an answer ends, without those that begin `stop_s` from now or
+        later; at least one."""
         most = math.inf
         if self._texts:
             most = (self._texts[0].until - self._gained - _ROUNDING) / self._gain()
@@ -299,7 +304,7 @@ class _Batch:
         return tokens_gained(self._model.tokens_per_step, self._num_sequences)
 
     def run(self, now: float, num_steps: int) -> tuple[float, int]:
-        """Advances the jobs. Returns when the last step ends, and how many jobs have ended."""
+        """Advances the jobs. Returns the end of the last step, and the number of jobs that have ended."""
         end = now + self.seconds(num_steps)
         if self._new:
             first_s = end if num_steps == 1 else now + self.seconds(1)
@@ -323,7 +328,7 @@ class _Batch:
         return end, num_ended
 
     def _computed(self, state: _State, now: float) -> bool:
-        """A prompt is computed, with the first token. Returns whether that is the last one."""
+        """Ends a prompt, which yields the first token. Returns whether this is also the last token."""
         self._prompts.remove(state)
         state.first_s = min(state.first_s, now)
         state.num_tokens -= 1

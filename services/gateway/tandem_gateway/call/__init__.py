@@ -1,7 +1,7 @@
-"""One request from its tokens to its receipt.
+"""Runs a request, from its tokens to its receipt.
 
 gateway.py            prepares a request, runs it, and completes its receipt
-choices.py            several choices of one call
+choices.py            runs several choices of one call
 relay.py              streams from a decode pod, and from another one when the first is lost
 trace_attributes.py   attributes of a call's span
 """

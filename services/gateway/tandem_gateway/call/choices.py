@@ -5,9 +5,9 @@
     choice 2                            |t t t t t t     decode pod's prefix cache has the prompt's full
                                                          blocks; the router prefers that pod
 
-Each choice is a separate request to the pods. When its pod is lost, another pod continues it, and its tokens
-equal those of a separate call with its seed. The choices of a beam search are the best texts of one request;
-all their events come at its end.
+Each choice is a separate request to the pods. If its pod is lost, another pod continues it. Its tokens equal
+those of a separate call with its seed. The choices of a beam search are the best texts of one request; all
+their events come at its end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Running:
     num_tokens: int = 0
     #: Time spent waiting for the choice that computes the same prompt.
     waited_ns: int = 0
-    #: Monotonic seconds; 0: no token yet.
+    #: Monotonic seconds of the first token; 0 before it.
     first_at: float = 0.0
     end: decode_pb2.DecodeFinished | None = None
 
@@ -57,7 +57,7 @@ class Running:
         self.metrics.admitted(judged.slo, admitted.queued_s)
 
     def relayed(self, num_tokens: int) -> bool:
-        """Counts tokens on their way to the caller; False: there are none."""
+        """Counts tokens on their way to the caller; returns whether there are any."""
         if not num_tokens:
             return False
         now = self.metrics.relayed(num_tokens)
@@ -69,7 +69,8 @@ class Running:
 async def relay_choices(
     relay: Relay, running: Sequence[Running]
 ) -> AsyncGenerator[tuple[Running, Event], None]:
-    """The events of all choices in order of arrival. Raises the error of the first choice that fails."""
+    """Yields the events of all choices in order of arrival. Raises the error of the first choice that
+    fails."""
     searches: dict[int, list[Running]] = {}
     for choice in running:
         if choice.request.sampling.beam_search is not None:
@@ -116,7 +117,7 @@ async def relay_choices(
 
 
 def num_places(requests: Sequence[TokenizedRequest]) -> int:
-    """Sequences that the pods compute for these choices at once."""
+    """Number of sequences that the pods compute at once for these choices."""
     beams = requests[0].sampling.beam_search
     if beams is None:
         return len(requests)
@@ -124,7 +125,7 @@ def num_places(requests: Sequence[TokenizedRequest]) -> int:
 
 
 async def _relay_group(relay: Relay, group: Sequence[Running]) -> AsyncGenerator[tuple[Running, Event], None]:
-    """The events of one request to the pods: of one choice, or of all choices of a beam search."""
+    """Yields the events of one request to the pods: one choice, or all choices of a beam search."""
     request = group[0].request
     if request.sampling.beam_search is not None:
         request = replace(request, output_token_ids=())
@@ -141,7 +142,7 @@ async def _relay_group(relay: Relay, group: Sequence[Running]) -> AsyncGenerator
 
 
 def _beam_events(found: decode_pb2.DecodeBeams, request: TokenizedRequest, *, is_first: bool) -> list[Event]:
-    """The events of one choice: its text, unless a resumed answer has it, and its end."""
+    """The events of one choice: its text, unless the answer is resumed and has it already, and its end."""
     if request.rank >= len(found.beams):
         raise UpstreamError(f"the decode pod found {len(found.beams)} texts, not {request.rank + 1}")
     beam = found.beams[request.rank]

@@ -68,7 +68,7 @@ from tandem_gateway.tools.form import AnswerForms
 
 #: Longer texts are tokenized in a thread, so that the event loop is not blocked.
 INLINE_CHARS = 4096
-#: Threads for that; a text as long as the context takes up to seconds.
+#: Number of these threads; a text as long as the context takes up to seconds.
 _TOKENIZING_THREADS = 2
 #: Limits on texts in these threads and their queue.
 MAX_TOKENIZING, MAX_TOKENIZING_OF_TENANT = 64, 8
@@ -76,7 +76,7 @@ MAX_TOKENIZING, MAX_TOKENIZING_OF_TENANT = 64, 8
 _JSON_ESCAPE_BYTES = 6
 #: Most messages in one chat.
 MAX_MESSAGES = 1024
-#: Allowance for names, parameters and the messages' roles.
+#: Bytes allowed for names, parameters and the messages' roles.
 _OTHER_FIELDS_BYTES = 256 * 1024
 _TOKENIZING_RETRY_S = 1.0
 _MAX_CHECKED_GUIDES = 256
@@ -89,6 +89,8 @@ def max_message_bytes(tokenizer: Tokenizer, *, is_json: bool) -> int:
 
 
 class Gateway:
+    """Prepares, runs and completes requests. Belongs to one event loop."""
+
     def __init__(
         self,
         *,
@@ -252,8 +254,8 @@ class Gateway:
         if num_chars > limit or (num_chars * 4 > limit and sum(len(text.encode()) for text in texts) > limit):
             raise ContextLengthError(
                 field,
-                f"has more than {limit} bytes of text, and so more tokens than the model's context of "
-                f"{self.manifest.max_model_len}; shorten the prompt",
+                f"has more than {limit} bytes of text, so it exceeds the model's context of "
+                f"{self.manifest.max_model_len} tokens; shorten the prompt",
             )
         if num_chars <= INLINE_CHARS:
             return encode()
@@ -334,8 +336,8 @@ class Gateway:
         return max(context - int(room), 1)
 
     def _with_bad_texts(self, received: ReceivedRequest) -> Mapping[str, Any]:
-        """Adds the texts of bad_words to the given sampling fields as token ids, both for the middle and
-        for the start of a text."""
+        """Adds the texts of bad_words to the sampling fields as token ids, with and without a leading
+        space."""
         if not received.bad_texts:
             return received.sampling
         words = dict.fromkeys(received.sampling.get("bad_words", ()))
@@ -379,13 +381,13 @@ class Gateway:
             trace.set(trace_attributes.of_choices(len(requests), num_prompt))
         #: Tokens that the tenant's quota holds for the call, and those of them that are prompt.
         num_held = num_computed = 0
-        #: Fields of a refusal. Keeping the error itself would create a cycle with this frame.
+        #: Fields of a refusal; a reference to the error itself would form a cycle with this frame.
         refusal: dict[str, str] = {}
         try:
             num_wanted = num_prompt + sum(request.sampling.max_tokens for request in requests)
             self._rates.take(first.tenant, first.limits.tokens_per_minute, num_wanted)
             num_held = num_wanted
-            # All prompts meet their objectives if the longest one does after the others.
+            # If the longest prompt, computed last, meets the objectives, all others do.
             longest = max(requests, key=lambda one: len(one.prompt_token_ids))
             num_others = num_prompt - len(longest.prompt_token_ids)
             async with self._admission.slot(longest, num_places(requests), num_others) as admitted:
@@ -463,7 +465,7 @@ class Gateway:
             self._log_end(running, outcome, refusal)
 
     def _count_answers(self, running: Sequence[Running]) -> None:
-        """Counts the answers of each prompt; for a resumed call those that it completed."""
+        """Counts the answers of each prompt; for a resumed call only those that it completed."""
         num_tokens: defaultdict[int, list[int]] = defaultdict(list)
         for choice in running:
             if choice.end is not None:
@@ -498,7 +500,7 @@ class Gateway:
         )
 
     def fleet_status(self, caller: Caller) -> gateway_pb2.GetFleetStatusResponse:
-        """Lists the pods. Only operators see the prompts in them, whose ids belong to all tenants."""
+        """Lists the pods. Only operators see the pods' prompts, whose request ids belong to all tenants."""
         return gateway_pb2.GetFleetStatusResponse(
             pods=[pod.to_proto(with_prompts=caller.is_operator) for pod in self.fleet.pods()],
             requests_queued=self._admission.queue.num_waiting,
@@ -512,7 +514,7 @@ class Gateway:
     def _complete(self, choice: Running, end: decode_pb2.DecodeFinished, admitted: Admitted) -> None:
         """Adds the gateway's fields to the pod's receipt: queue time, TTFT and E2E at the gateway, SLO.
 
-        Only the choice for which admission predicted the call gets the predictions.
+        Only the choice that admission predicted gets the predictions.
         """
         now = time.monotonic()
         choice.end, receipt = end, end.receipt
@@ -520,7 +522,7 @@ class Gateway:
         forecast = admitted.forecast if is_judged else None
         e2e_s = now - request.arrived
         ttft_s = (choice.first_at or now) - request.arrived
-        # Tokens of this computation; a resumed answer has earlier ones too.
+        # Only tokens of this computation; a resumed answer also has earlier ones.
         num_output = receipt.output_tokens - len(request.output_token_ids)
         tpot_s = (e2e_s - ttft_s) / (num_output - 1) if num_output > 1 else 0.0
         miss = request.slo.miss(ttft_s, tpot_s, e2e_s)

@@ -1,15 +1,16 @@
-"""Streams one request from a decode pod, and continues on another pod if the pod is lost.
+"""Streams one request from a decode pod, and continues it on another pod if the pod is lost.
 
     choose pod -> Decode(request, tokens so far) -> DecodeChunk, ..., DecodeFinished
        ^               |
-       +-- pod lost: tries another pod, or waits for one. If two pods of either role crashed with the request
-       |   since its last token, or four went silent, it may be the cause and is not tried again. A refused
-       |   connection or a cancellation while draining is no crash
-       +-- the pod drains: moves to another pod as soon as there is one, which fetches the KV from it
-       +-- FAILED_PRECONDITION, the request exceeds the pod's KV pool: tries another pod; if every pod is
-           too small, raises ContextLengthError
+       +-- the pod is lost: the relay tries another pod, or waits for one. If two pods of either role crashed
+       |   with the request since its last token, or four went silent, the request may be the cause and is not
+       |   tried again. A refused connection or a cancellation while draining does not count as a crash
+       +-- the pod drains: the relay moves to another pod as soon as there is one, which fetches the KV from
+       |   the draining pod
+       +-- FAILED_PRECONDITION, the request exceeds the pod's KV pool: the relay tries another pod; if every
+           pod is too small, it raises ContextLengthError
 
-The next pod gets the tokens so far and sends the tokens after them. They equal the tokens that the lost pod
+The next pod gets the tokens so far and sends the tokens after them. These equal the tokens that the lost pod
 would have sent, because a token depends only on prompt, output, parameters and seed. A beam search has no
 tokens before its end, so the next pod starts again and finds the same texts. Closing the generator cancels
 the call, and the pod frees its resources.
@@ -50,13 +51,13 @@ from tandem_gateway.fleet.routing import Route, Router
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import Event, TokenizedRequest
 
-#: Retry-after of a request that its pod refused as full.
+#: Retry-after in seconds of a request that a full pod refused.
 _POD_FULL_RETRY_S = 1.0
 #: A pod sends something every 0.25 s; one that sends nothing for this long has stopped or cannot be reached.
 _SILENCE_LIMIT_S = 1.0
 #: Time for a pod to end the call after its last event.
 _END_LIMIT_S = 1.0
-#: Statuses of a lost pod; a draining pod cancels its running calls.
+#: Statuses of calls to a lost pod; a draining pod cancels its running calls.
 _POD_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 #: Weight of a silent pod, in crashes. A pod reports a hanging engine, so silence more likely means a failed
 #: host or network.
@@ -91,6 +92,8 @@ def _cut_off(error: UnavailableError, request: TokenizedRequest, num_tokens: int
 
 
 class Relay:
+    """Relays requests to decode pods. Belongs to one event loop."""
+
     def __init__(
         self, fleet: Fleet, router: Router, metrics: GatewayMetrics, *, failover_wait_s: float
     ) -> None:
@@ -106,10 +109,10 @@ class Relay:
     async def stream(
         self, request: TokenizedRequest, placed: Placed
     ) -> AsyncGenerator[Event | decode_pb2.DecodeBeams, None]:
-        """The events of the request, a DecodeFinished last; a beam search has one DecodeBeams instead.
-        `placed`: the request of the call by which it was admitted, and which has its places. Raises
+        """Yields the events of the request, the last one a DecodeFinished; a beam search yields only one
+        DecodeBeams. `placed`: the call's admitted request, which has the places of all its choices. Raises
         InvalidRequestError or GatewayError."""
-        #: Of the first attempt: where the KV of the prompt is.
+        #: The route of the first attempt, to the pods that have or will have the prompt's KV.
         planned = placed.route if request.prompt_token_ids == placed.request.prompt_token_ids else None
         if is_part := request.request_id != placed.request.request_id:
             placed = placed.part(request)
@@ -127,8 +130,8 @@ class Relay:
     async def _attempts(
         self, request: TokenizedRequest, placed: Placed, planned: Route | None
     ) -> AsyncGenerator[Event | decode_pb2.DecodeBeams, None]:
-        """The events from one pod after the other, until one has answered to the end. `planned`: the first
-        one's."""
+        """Yields the events from one pod after the other, until a pod has completed the answer. `planned`:
+        the route of the first attempt."""
         #: Targets that failed. A pod that answers polls but no calls soon counts as healthy again; without
         #: this set, two such pods would alternate until the deadline.
         failed: frozenset[str] = frozenset()
@@ -144,7 +147,7 @@ class Relay:
         #: End of the wait in the current outage; None: no outage.
         give_up_at: float | None = None
         trace, is_waiting = tracing.current(), False
-        #: Time until the first pod was there.
+        #: Time until the first pod was available.
         waited_ns, began_ns = 0, time.monotonic_ns()
         #: Sums over lost pods; see failover_ns of Receipt.
         decode_ns = failover_ns = 0
@@ -173,7 +176,7 @@ class Relay:
             if placed.route is not route:
                 placed.move(route)
             num_before, num_crashed_before = len(tokens), num_crashed
-            #: Failed attempts of this pod at prefill pods.
+            #: Number of failed calls of this pod to prefill pods.
             num_failed = 0
             is_waiting = False
             tried_ns, first_ns, last_ns = time.monotonic_ns(), 0, 0
@@ -244,8 +247,8 @@ class Relay:
     async def _choose(
         self, request: TokenizedRequest, failed: frozenset[str], too_small: frozenset[str]
     ) -> Route | None:
-        """One at a time: a plan takes milliseconds, and all requests of a lost pod, or all prompts of a call,
-        need one at the same moment."""
+        """Chooses a route; one request at a time, because a plan takes milliseconds, and all requests of a
+        lost pod, or all prompts of a call, need one at the same moment."""
         async with self._planning:
             await asyncio.sleep(0)
             # Without another pod, try one that failed and is healthy again.
@@ -255,12 +258,12 @@ class Relay:
         if num_crashed >= MAX_CRASHES:
             raise CrashingRequestError(
                 f"{MAX_CRASHES} pods crashed while they computed token {num_tokens + 1} of this request, or "
-                f"{MAX_CRASHES / _SILENCE_CRASHES:g} went silent; it is not tried on another one, since it "
-                "may be the cause"
+                f"{MAX_CRASHES / _SILENCE_CRASHES:g} went silent; the request may be the cause, so no other "
+                "pod tries it"
             )
 
     def _outage_ends(self, request: TokenizedRequest) -> float:
-        """When an outage that begins now ends the request."""
+        """Monotonic seconds at which an outage that begins now ends the request."""
         return min(time.monotonic() + self._failover_wait_s, request.deadline)
 
     async def _stream_from(
@@ -272,7 +275,7 @@ class Relay:
         num_crashed: float,
         kv_source: str,
     ) -> AsyncGenerator[Event | decode_pb2.DecodeBeams | decode_pb2.DecodeProgress, None]:
-        """Events from one pod, after `tokens`, which came from `num_lost` other pods.
+        """Yields the events from one pod, which continue after `tokens` from `num_lost` other pods.
 
         Raises _LostError, _TooSmallError, InvalidRequestError or GatewayError.
         """
@@ -377,8 +380,8 @@ class Relay:
         tokens: Sequence[int],
         num_lost: int,
     ) -> bool:
-        """Whether the chunk follows `tokens`, and a first chunk has the prompt's log probabilities if
-        wanted."""
+        """Whether the chunk follows `tokens`, and a first chunk has the prompt's log probabilities if the
+        request asks for them."""
         if (num_lost or request.is_repeated) and chunk.offset != len(tokens):
             return False
         return bool(tokens) or request.sampling.prompt_logprobs is None or chunk.HasField("prompt_logprobs")
@@ -419,7 +422,7 @@ class Relay:
 
 
 async def _read_to_end(call: DecodeCall, responses: AsyncIterator[decode_pb2.DecodeResponse]) -> None:
-    """Reads on after the last event until the pod ends the call; a dropped call would count as cancelled."""
+    """Reads after the last event until the pod ends the call; a dropped call would count as cancelled."""
     with suppress(TimeoutError, grpc.aio.AioRpcError):
         async with asyncio.timeout(_END_LIMIT_S):
             async for _ in responses:

@@ -1,6 +1,6 @@
-"""Attributes of a request's span: GenAI semantic conventions, the names that vLLM and SGLang set, and ours.
+"""Attributes of a request's span: GenAI semantic conventions, names that vLLM and SGLang set, and own names.
 
-Numbers, ids and names only: no text, no token ids, no stop strings.
+They contain numbers, ids and names, but no text, token ids or stop strings.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def of_request(request: TokenizedRequest) -> dict[str, Value]:
 
 
 def of_choices(num_choices: int, num_prompt: int) -> dict[str, Value]:
-    """`num_prompt`: tokens of all prompts."""
+    """Attributes of a call with these choices. `num_prompt`: tokens of all prompts."""
     return {
         "gen_ai.request.n": num_choices,
         "gen_ai.request.choice.count": num_choices,
@@ -63,11 +63,12 @@ def of_choices(num_choices: int, num_prompt: int) -> dict[str, Value]:
 
 
 def of_answer(choices: Sequence[Running], model: str) -> dict[str, Value]:
-    """Attributes of a call whose choices have all ended; pods and stages, in seconds, of the first choice."""
+    """Attributes of a call whose choices have all ended. Pods, and stages in seconds, are the first
+    choice's."""
     ends = [choice.end for choice in choices if choice.end is not None]
     receipts = [end.receipt for end in ends]
     receipt, num_output = receipts[0], sum(receipt.output_tokens for receipt in receipts)
-    # Counted for each prompt's first choice, since the others find the prompt in the cache.
+    # Only the first choice of each prompt counts, because the others find the prompt in the cache.
     of_prompt = {c.request.prompt_token_ids: r for c, r in zip(choices[::-1], receipts[::-1], strict=True)}
     num_cached = sum(receipt.cached_tokens for receipt in of_prompt.values())
     prefill_s, decode_s = receipt.prefill_ns / NS_PER_S, receipt.decode_ns / NS_PER_S
@@ -102,8 +103,8 @@ def of_answer(choices: Sequence[Running], model: str) -> dict[str, Value]:
 def of_incomplete(
     choices: Sequence[Running], error: Exception | None = None, *, is_in_time: bool = False
 ) -> dict[str, Value]:
-    """Attributes of a call without a complete answer. `error` None: its client left, or its deadline passed;
-    `is_in_time`: the client left while all objectives were kept, so the SLO is neither met nor missed."""
+    """Attributes of a call without a complete answer. `error` None: its client left, or its deadline passed.
+    `is_in_time`: the client left before an objective was missed, so the SLO is neither met nor missed."""
     num_output = sum(choice.num_tokens for choice in choices)
     attributes: dict[str, Value] = {
         "gen_ai.usage.output_tokens": num_output,

@@ -1,10 +1,10 @@
-"""The work of a pod, as the gateway knows it: from the pod's last report, and from its own requests since.
+"""Tracks the work of each pod, from the pod's last report and this gateway's own requests since.
 
     report ──> PodLoad (costs, limits, free blocks) ──┐
                                                       ├──> jobs of the pod model ──> timeline
     Placed: a request on its pods, one Work on each ──┘
 
-Works of other gateways come from the reports. All times are monotonic seconds of this process.
+The works of other gateways' requests come from the reports. All times are monotonic seconds of this process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tandem_gateway.request import TokenizedRequest
 if TYPE_CHECKING:
     from tandem_gateway.fleet.routing import Route
 
-#: Ids of ended requests that are remembered, since a report may be older than their end.
+#: Number of ids of ended requests that are kept, because a report may be older than their end.
 _MAX_ENDED = 1024
 #: Assumed for a pod that has not computed anything yet.
 _UNKNOWN = PodModel(StepCost(per_token=0.001), StepCost(per_step=0.02, per_token=0.002), 32, 512, 512)
-#: Rest of an answer of another gateway, in tokens, and its context: reports do not name them.
+#: Assumed remaining tokens and context of another gateway's answer, which reports do not contain.
 _FOREIGN_TOKENS, _FOREIGN_CONTEXT = 128, 512
-#: Share of the running step that has passed, on average.
+#: Assumed share of the running step that has passed: the mean.
 _STEP_SHARE = 0.5
 
 
@@ -40,16 +40,17 @@ class PodLoad:
     """The part of a pod's last report that routing and prediction use."""
 
     model: PodModel = _UNKNOWN
-    #: Whether the pod has measured the costs of prompts, and of decode steps.
+    #: Whether the pod has measured the step costs of prompts, and of decoding.
     knows_prompts: bool = False
     knows_texts: bool = False
-    #: Free or cached; cached blocks are evicted when a request needs them.
+    #: Free and cached blocks; cached ones are evicted when a request needs them.
     free_blocks: int = 0
     total_blocks: int = 0
     block_size: int = 0
-    #: Waiting and running.
+    #: Waiting and running requests.
     num_requests: int = 0
-    #: A decode pod computes prompts with fewer uncached tokens itself; the second limit is an idle pod's.
+    #: A decode pod computes prompts with fewer uncached tokens itself; the second limit applies while it is
+    #: idle.
     local_prefill_tokens: int = 0
     idle_prefill_tokens: int = 0
 
@@ -80,8 +81,9 @@ class PodLoad:
 
 @dataclass(eq=False)
 class Work:
-    """What a pod has yet to do for one request."""
+    """The remaining work of a pod for one request."""
 
+    #: Deadline by the objectives, in monotonic seconds.
     due: float
     #: Prompt tokens [start, stop) that the pod computes.
     start: float
@@ -89,7 +91,7 @@ class Work:
     num_tokens: float
     context: int
     num_places: int = 1
-    #: The request, if it is this gateway's.
+    #: The request, if it is one of this gateway.
     placed: Placed | None = None
 
     @property
@@ -101,12 +103,12 @@ class PodWorks:
     """The works of one pod, with the progress of its prompts. Belongs to one event loop."""
 
     def __init__(self, *, decodes: bool = True) -> None:
-        """`decodes`: prefill pods compute the first token of an answer alone."""
+        """`decodes`: false for prefill pods, which compute only the first token of an answer."""
         self.load = PodLoad()
         self._decodes = decodes
         self._own: dict[Work, None] = {}
         self._foreign: list[Work] = []
-        #: Ids of this gateway's requests that run there, and of the last ones that ended.
+        #: Ids of this gateway's requests on the pod, and of the last ones that ended.
         self.open_ids: set[str] = set()
         self._ended_ids: dict[str, None] = {}
         #: The time up to which the prompts' progress is counted.
@@ -114,7 +116,7 @@ class PodWorks:
 
     @property
     def all(self) -> list[Work]:
-        """Those of this gateway first."""
+        """All works, those of this gateway first."""
         return [*self._own, *self._foreign]
 
     @property
@@ -131,7 +133,7 @@ class PodWorks:
         self._own.pop(work, None)
 
     def entered(self, request_id: str) -> None:
-        """A call for this request began."""
+        """Notes a call for this request that begins."""
         self.open_ids.add(request_id)
 
     def left(self, request_id: str) -> None:
@@ -141,19 +143,19 @@ class PodWorks:
             del self._ended_ids[next(iter(self._ended_ids))]
 
     def shrink(self, work: Work, num_places: int, num_tokens: int) -> None:
-        """The work has this many places now, and this many prompt tokens less."""
+        """Sets the places of a work, and removes this many prompt tokens from it."""
         self._advance()
         work.num_places = num_places
         if work.is_prompt:
             work.stop = max(work.stop - num_tokens, math.floor(work.start) + 1)
 
     def computed(self, work: Work) -> None:
-        """The prompt is computed."""
+        """Ends the prompt of a work."""
         self._advance()
         work.start = work.stop
 
     def report(self, load: PodLoad, prompts: Sequence[common_pb2.PromptWork], num_foreign: int) -> None:
-        """Takes over what the pod says of itself. `num_foreign`: its requests of other gateways."""
+        """Applies a report. `num_foreign`: number of other gateways' requests on the pod."""
         self._advance()
         self.load = load
         now, foreign = self._advanced_at, []
@@ -172,7 +174,7 @@ class PodWorks:
         self._foreign = foreign
 
     def _advance(self) -> None:
-        """Counts the progress of the prompt with the earliest deadline since the last time."""
+        """Advances the prompts by the time since the last call, the earliest deadline first."""
         now = time.monotonic()
         passed_s, self._advanced_at = now - self._advanced_at, now
         while passed_s > 0:
@@ -182,7 +184,7 @@ class PodWorks:
             work = min(works, key=lambda one: one.due)
             left_s = self._prompt_s(work)
             if left_s > passed_s:
-                # Its last token is computed when its first output token comes.
+                # The last token counts as computed only when the first output token arrives.
                 tokens = (work.stop - work.start) * passed_s / left_s
                 work.start = min(work.start + tokens, work.stop - 1)
                 return
@@ -195,7 +197,7 @@ class PodWorks:
             passed_s -= left_s
 
     def _prompt_s(self, work: Work) -> float:
-        """Seconds that the rest of a prompt takes next to the sequences that decode."""
+        """Seconds that the rest of a prompt takes while the pod's other sequences decode."""
         model = self.load.model
         texts = [one for one in self.all if not one.is_prompt]
         num_texts = min(sum([one.num_places for one in texts]), model.max_batch)
@@ -207,17 +209,17 @@ class PodWorks:
     # -- prediction -----------------------------------------------------------------------------------
 
     def num_sequences(self) -> int:
-        """Sequences that decode, as far as is known here."""
+        """Number of decoding sequences that this gateway knows of."""
         return sum([work.num_places for work in self.all if not work.is_prompt])
 
     def prompts_s(self, due: float) -> float:
-        """Seconds of prompts with earlier deadlines."""
+        """Seconds to compute the prompts with deadlines before `due`."""
         self._advance()
         works = [w for w in self.all if w.is_prompt and w.due < due]
         return sum([self.load.model.prompt_seconds(int(work.start), work.stop) for work in works])
 
     def jobs(self, ready_s: Mapping[Work, float]) -> dict[Work, Job]:
-        """`ready_s`: of works whose KV is yet to come."""
+        """The works as jobs of the pod model. `ready_s`: seconds until the KV of a work arrives."""
         self._advance()
         return {
             work: Job(
@@ -233,46 +235,46 @@ class PodWorks:
         }
 
     def times(self, jobs: Mapping[Work, Job], coming: Sequence[Job] = ()) -> dict[Job, Times]:
-        """The timeline of these jobs of the pod, and of those that come."""
+        """The timeline of the pod's jobs together with the `coming` ones."""
         return timeline(self.load.model, [*jobs.values(), *coming], step_share=_STEP_SHARE)
 
 
 @dataclass
 class Track:
-    """A time that was predicted for a request, re-predicted when another request changes it."""
+    """A predicted time of a request, predicted again when another request changes it."""
 
     #: Monotonic seconds of the first prediction, and of the last change.
     since: float
     changed_at: float
-    #: From `changed_at` on.
+    #: Predicted seconds from `changed_at` on.
     left_s: float
-    #: Until `changed_at`, as the model has it.
+    #: Predicted seconds up to `changed_at`.
     done_s: float = 0.0
 
     def change(self, now: float, before_s: float, after_s: float) -> None:
-        """Another request came: the rest takes `after_s` seconds rather than `before_s`."""
+        """Records the arrival of another request: the rest takes `after_s` seconds instead of `before_s`."""
         self.done_s += self.left_s - before_s
         self.changed_at, self.left_s = now, after_s
 
     @property
     def model_s(self) -> float:
-        """The whole time as the model has it, with all requests that came meanwhile."""
+        """The whole predicted time, including the effect of all later requests."""
         return self.done_s + self.left_s
 
 
 @dataclass(eq=False)
 class Placed:
-    """A request that has a place, and its works on its pods."""
+    """A request that has places, and its works on its pods."""
 
     request: TokenizedRequest
     num_places: int = 1
     #: Tokens of the call's other prompts, which are computed before its own.
     other_tokens: int = 0
-    #: None: no pod was there yet.
+    #: None: no decode pod was available yet.
     route: Route | None = None
-    #: Output tokens so far, with those of an answer that is resumed.
+    #: Output tokens so far, including those of a resumed answer.
     num_tokens: int = field(init=False)
-    #: Monotonic seconds; None: not yet.
+    #: Monotonic seconds of the first token; None before it.
     first_at: float | None = None
     #: Predictions of the first token and of the end.
     first: Track | None = None
@@ -283,7 +285,7 @@ class Placed:
         self.num_tokens = len(self.request.output_token_ids)
 
     def move(self, route: Route) -> None:
-        """It goes to these pods."""
+        """Moves the request to the pods of this route."""
         self.leave()
         self.route = route
         for works, work in route.works(self):
@@ -291,14 +293,14 @@ class Placed:
             self._works.append((works, work))
 
     def leave(self) -> None:
-        """It has left its pods."""
+        """Removes the request's works from its pods."""
         for works, work in self._works:
             works.remove(work)
         self._works.clear()
 
     def part(self, request: TokenizedRequest) -> Placed:
-        """Another choice of the call, which begins now. From now on it has its own works: this request had
-        its places, and its prompt if that is another one."""
+        """Splits off another choice of the call, which begins now. It gets its own works; until now its
+        places, and its prompt if that differs, were part of this request's."""
         beams = request.sampling.beam_search
         part = Placed(request, 1 if beams is None else beams.width)
         self.num_places -= part.num_places
@@ -310,7 +312,7 @@ class Placed:
         return part
 
     def computed(self) -> None:
-        """Its prompt is computed, on whichever pod; nothing happens if that is known."""
+        """Ends the prompt on its pod, once; later calls do nothing."""
         if self.prompt_work is None:
             return
         for works, work in self._works:
@@ -321,24 +323,25 @@ class Placed:
         del self._works[1:]
 
     def gained(self, num_tokens: int, now: float) -> None:
-        """The answer has this many tokens now."""
+        """Sets the number of tokens of the answer."""
         self.num_tokens = max(self.num_tokens, num_tokens)
         if self.first_at is None:
             self.first_at = now
 
     @property
     def answer_work(self) -> Work | None:
-        """The work on its decode pod; None: no pod was chosen."""
+        """The work on the decode pod; None: no pod was chosen."""
         return self._works[0][1] if self._works else None
 
     @property
     def prompt_work(self) -> Work | None:
-        """The work on the pod that computes the prompt; None: it is computed, or no pod was chosen."""
+        """The work on the pod that computes the prompt; None: the prompt is computed, or no pod was
+        chosen."""
         work = self._works[-1][1] if self._works else None
         return work if work is not None and work.is_prompt else None
 
     def tokens_left(self, work: Work) -> float:
-        """Expected of a pod."""
+        """Expected output tokens that a pod still has to compute."""
         assert self.route is not None
         num_left = self.route.tokens_left(self.num_tokens)
         if len(self._works) > 1:
@@ -348,13 +351,13 @@ class Placed:
 
     @property
     def starts_by(self) -> float:
-        """When its first token must come for its objective; inf: it has come, or has none."""
+        """Monotonic seconds by which the first token must come; inf: it has come, or has no objective."""
         slo = self.request.slo
         is_open = slo.ttft_s and self.first_at is None
         return self.request.arrived + slo.ttft_s if is_open else math.inf
 
     def ends_by(self, now: float) -> float:
-        """When its last token must come for its objectives."""
+        """Monotonic seconds by which the last token must come for E2E and TPOT; inf: no such objective."""
         assert self.route is not None
         slo, by = self.request.slo, math.inf
         if slo.e2e_s:

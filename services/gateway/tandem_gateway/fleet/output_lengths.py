@@ -1,4 +1,4 @@
-"""How many tokens answers have, learned from the last ones of each tenant and template."""
+"""Predicts the lengths of answers from the last ones of each tenant and template."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections import OrderedDict, deque
 
 from tandem_gateway.request import TokenizedRequest
 
-#: Beginnings of prompts whose answers' lengths are remembered, and how many tokens of them.
+#: Most templates with kept lengths. A template is the first tokens of a prompt, this many.
 _MAX_TEMPLATES = 4096
 _TEMPLATE_TOKENS = 64
-#: Lengths remembered of each template or tenant, and how many of them suffice for a prediction: the first
-#: answers that end are the short ones.
+#: Lengths kept per template or tenant, and the number that suffices for a prediction. The first answers that
+#: end are the short ones.
 _NUM_LENGTHS, _ENOUGH_LENGTHS = 16, 4
-#: Expected tokens of an answer until then: most answers end long before max_tokens.
+#: Tokens that stand for each missing length; most answers end long before max_tokens.
 _USUAL_LENGTH = 128
 
 
 class OutputLengths:
-    """Lengths of the last answers, for each tenant and beginning of a prompt, often a template.
+    """Lengths of the last answers by tenant and template.
 
     Belongs to one event loop.
     """
@@ -27,7 +27,7 @@ class OutputLengths:
         self._lengths: OrderedDict[tuple[str, int], deque[int]] = OrderedDict()
 
     def of(self, request: TokenizedRequest) -> tuple[int, ...]:
-        """Tokens that its answer may have, from min_tokens to max_tokens, each as likely as the others."""
+        """Equally likely lengths of the answer in tokens, between its min_tokens and its max_tokens."""
         least, most = max(request.sampling.min_tokens, 1), request.sampling.max_tokens
         if request.sampling.ignore_eos:
             return (most,)
@@ -37,7 +37,7 @@ class OutputLengths:
         return tuple(min(max(length, least), most) for length in known)
 
     def observe(self, request: TokenizedRequest, num_tokens: int, *, is_cut: bool = False) -> None:
-        """Notes the length of an answer that ended. `is_cut`: it ended at its max_tokens, so others may be
+        """Adds the length of an answer that ended. `is_cut`: it ended at its max_tokens, so others may be
         longer."""
         if is_cut:
             num_tokens = max(num_tokens, _USUAL_LENGTH)

@@ -39,11 +39,11 @@ from tandem_gateway.fleet.load import PodLoad, PodWorks
 _POLL_TIMEOUT_S = 2.0
 _MAX_MISSES = 3
 _FRESH_S = 5.0
-#: Failures less than this apart are one series, during which failures are expected.
+#: Failures that are less than this apart form one series, see `Fleet.note_failure`.
 FAILURES_APART_S = 10.0
-#: Longest step of an engine; a chunk of a prompt takes seconds with a large model on a CPU.
+#: Most seconds that an engine may be silent; a prompt chunk of a large model on a CPU takes seconds.
 _LONGEST_STEP_S = 60.0
-#: Time for the requests of an unlisted pod to end.
+#: Time that the requests of an unlisted pod have to end.
 _LONGEST_REQUEST_S = 600.0
 #: Poll interval of an unhealthy pod.
 _RECHECK_S = 0.2
@@ -67,12 +67,13 @@ class Pod:
         self.healthy = False
         #: Topology zone; "": unknown.
         self.zone = ""
-        #: Why discovery withholds it; "": it may get new requests.
+        #: Why discovery withholds the pod; "": it may get new requests.
         self.withheld = ""
         self.works = PodWorks(decodes=role is Role.DECODE)
-        #: Requests of other gateways, at the last report.
+        #: Requests of other gateways at the last report.
         self.num_foreign = 0
-        #: The value before: this gateway's requests that ended between two reports count as foreign once.
+        #: The value at the report before it. A request of this gateway that ends between two reports counts
+        #: as foreign in one of them.
         self._num_foreign_before = 0
         #: The last report.
         self.report = common_pb2.PodStatus()
@@ -100,12 +101,12 @@ class Pod:
 
     @property
     def load(self) -> PodLoad:
-        """What routing uses of the last report."""
+        """The part of the last report that routing uses."""
         return self.works.load
 
     @property
     def in_flight(self) -> int:
-        """This gateway's requests on it."""
+        """Number of this gateway's requests on the pod."""
         return len(self.works.open_ids)
 
     @property
@@ -118,7 +119,7 @@ class Pod:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no requests, of this or any other gateway."""
+        """Whether the pod has no requests of this gateway or of others."""
         return not self.in_flight and not (self.num_foreign and self._num_foreign_before)
 
     async def poll(self) -> bool:
@@ -215,15 +216,15 @@ class Fleet:
         return list(self._pods[role].values())
 
     def mark_dead(self, pod: Pod, cause: str, *, is_expected: bool = False) -> None:
-        """Call it when a request gets UNAVAILABLE; the pod is unused until it answers a poll.
+        """Marks a pod unhealthy after a request got UNAVAILABLE; it is unused until it answers a poll.
         `is_expected`: the pod had announced that it stops."""
         if not is_expected:
             self.note_failure()
         self._set_health(pod, cause=cause)
 
     def note_failure(self) -> None:
-        """Call it when a pod is lost without warning, or failed to compute a prompt. Earlier predictions
-        could not include it; in a long series of failures, later predictions do."""
+        """Records that a pod was lost without warning, or failed to compute a prompt. Predictions made before
+        a series of failures cannot include them; predictions made during the series do."""
         now = time.monotonic()
         if now - self._failed_at > FAILURES_APART_S:
             self.failing_since = now

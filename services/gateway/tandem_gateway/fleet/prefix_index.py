@@ -1,4 +1,4 @@
-"""Which prompts each pod probably has in its prefix cache."""
+"""Estimates which prompts each pod has in its prefix cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PrefixIndex:
 
     def add(self, target: str, hashes: Sequence[ChainHash]) -> None:
         seen = self._seen.setdefault(target, OrderedDict())
-        # Last block first, so that the end of a prompt is evicted before its beginning.
+        # The last block goes first, so that the end of a prompt is evicted before its beginning.
         for block in reversed(hashes):
             seen[block] = None
             seen.move_to_end(block)

@@ -1,9 +1,9 @@
-"""Chooses the decode pod of a request, and the order in which it asks the prefill pods.
+"""Chooses the decode pod of a request, and the order in which the decode pod asks the prefill pods.
 
-The choice is the pair of pods with which the request is predicted to end first, by the timelines of their
-works (`load`). So a conversation returns to the pod that holds its KV, unless that pod is so busy that it is
-cheaper to compute the prompt elsewhere. And when a decode pod is lost, the prefill pod that computed the
-prompt still has it for the next one.
+The router chooses the pair of pods with which the request is predicted to end first, by the timelines of
+their works (load.py). So a conversation returns to the pod that has its KV, unless another pod would be
+faster although it computes the prompt again. If a decode pod is lost, the prefill pod that computed the
+prompt still has its KV for the next decode pod.
 
 The block size of the prefix cache can differ between pods; each pod reports it.
 """
@@ -27,29 +27,29 @@ from tandem_gateway.fleet.pods import Fleet, Pod, Role
 from tandem_gateway.fleet.prefix_index import PrefixIndex
 from tandem_gateway.request import TokenizedRequest
 
-#: A prompt is computed in another zone than its answer if it is ready this much sooner there: KV takes longer
-#: between zones, and clouds charge for it.
+#: A prompt is computed in another zone than its answer only if it is ready this much sooner there, because KV
+#: takes longer between zones, and clouds charge for it.
 _OTHER_ZONE_S = 0.25
-#: Decode pods whose timelines are compared; a simpler estimate chooses them among all.
+#: Number of decode pods whose timelines are compared; a simpler estimate chooses them among all.
 _MOST_COMPARED = 2
 
 
 @dataclass(frozen=True)
 class Route:
-    """Pods for a request, and what they predict for it."""
+    """Pods for a request, and its predicted times on them."""
 
     decode: Pod
-    #: In the order in which the decode pod asks them.
+    #: The prefill pods, in the order in which the decode pod asks them.
     prefill: tuple[Pod, ...]
     computes_prompt: Pod
-    #: Decode pods among which it was chosen.
+    #: Number of decode pods among which this one was chosen.
     num_decode: int
-    #: Prompt tokens [start, stop) that are not in the pod's prefix cache.
+    #: Prompt tokens [start, stop) that are not in the prefix cache of the pod that computes the prompt.
     start: int
     stop: int
-    #: Tokens that the answer may have, each number as likely as the others.
+    #: Equally likely lengths of the answer in tokens.
     lengths: tuple[int, ...]
-    #: By the timelines, from now.
+    #: Seconds from now to the first token and to the end, by the timelines.
     first_s: float = math.nan
     end_s: float = math.nan
 
@@ -59,29 +59,29 @@ class Route:
         return self.tokens_left(0)
 
     def tokens_left(self, num_tokens: int) -> int:
-        """Expected after this many tokens: the mean of the lengths beyond that."""
+        """Expected further tokens after `num_tokens`: the mean of the longer lengths, minus `num_tokens`."""
         ordered, sums = self._ordered_lengths
         num_shorter = bisect_right(ordered, num_tokens)
         num_longer = len(ordered) - num_shorter
-        # An answer longer than all others: a quarter of its length more.
+        # An answer that is longer than all earlier ones is expected to grow by a quarter.
         if not num_longer:
             return max(num_tokens // 4, 1)
         return round((sums[-1] - sums[num_shorter]) / num_longer) - num_tokens
 
     @cached_property
     def _ordered_lengths(self) -> tuple[list[int], list[int]]:
-        """Admission asks for each request that runs, so the lengths are sorted once."""
+        """The sorted lengths and their running sums, computed once because admission reads them often."""
         ordered = sorted(self.lengths)
         return ordered, [0, *accumulate(ordered)]
 
     @property
     def context(self) -> int:
-        """Cached tokens in the middle of the answer."""
+        """Number of cached tokens in the middle of the answer."""
         return self.stop + self.num_output // 2
 
     @property
     def is_known(self) -> bool:
-        """Whether the pods have measured their costs, and reported them lately."""
+        """Whether the pods have measured their step costs, and their reports are fresh."""
         knows_costs = self.computes_prompt.works.load.knows_prompts and self.decode.works.load.knows_texts
         return knows_costs and self.decode.is_fresh and self.computes_prompt.is_fresh
 
@@ -97,12 +97,12 @@ class Route:
 
     @property
     def token_s(self) -> float:
-        """Seconds per token of the answer after the first, as predicted."""
+        """Predicted seconds per output token after the first."""
         return (self.end_s - self.first_s) / max(self.num_output - 1, 1)
 
     @property
     def alone(self) -> dict[str, float]:
-        """Seconds that it takes without load, by the names of the objectives."""
+        """Seconds that the request takes on an idle system, by objective."""
         prompts, texts = self.computes_prompt.works.load.model, self.decode.works.load.model
         ttft_s = self.prefill_s * prompts.prefill.unloaded
         token_s = texts.token_seconds(1, self.context) * texts.decode.unloaded
@@ -110,8 +110,8 @@ class Route:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the whole fleet that the request takes in a full batch, of the role of which it takes
-        more."""
+        """Seconds of the whole fleet that the request takes in full batches; of the two roles, the larger
+        value."""
         model = self.decode.works.load.model
         decode_s = self.num_output * model.token_seconds(model.max_batch, self.context) / model.max_batch
         if self.is_local:
@@ -119,8 +119,8 @@ class Route:
         return max(self.prefill_s / len(self.prefill), decode_s / self.num_decode)
 
     def works(self, placed: Placed) -> Iterator[tuple[PodWorks, Work]]:
-        """What its pods have to do for the request, the decode pod first."""
-        # Another pod computes the answer so far like a prompt.
+        """Yields the request's work on each of its pods, the decode pod first."""
+        # A new pod computes the answer so far like a prompt.
         start, stop = self.start, self.stop + placed.other_tokens + placed.num_tokens
         decode = Work(
             placed.request.due,
@@ -139,31 +139,31 @@ class Route:
 
 @dataclass(frozen=True)
 class Effects:
-    """What a request on its route does to the others: their times without it and with it."""
+    """The effects of a request on its route: the times of other requests without it and with it."""
 
     request: TokenizedRequest
     route: Route
     #: The request on its decode pod.
     job: Job
     others: Mapping[Placed, tuple[Times, Times]]
-    #: The times of jobs that may come as well.
+    #: The times of future jobs that the timeline includes.
     coming: Mapping[Job, Times]
     moment: _Moment
 
 
 def _far_s(one: Pod, other: Pod) -> float:
-    """Seconds by which a pair of pods counts as slower if they are known to be in two zones."""
+    """Seconds added to the time of a pair of pods that are known to be in two zones."""
     return _OTHER_ZONE_S if one.zone and other.zone and one.zone != other.zone else 0.0
 
 
 def _order(route: Route, lacks_room: bool, end_s: float) -> tuple[bool, float, int, str]:
-    """Ascending from the best route."""
+    """The sort key of a route; the best route has the smallest."""
     pod = route.decode
     return lacks_room, end_s + _far_s(route.computes_prompt, pod), -pod.works.load.free_blocks, pod.target
 
 
 class _Moment:
-    """The timelines of all pods at one moment, each computed when it is first needed."""
+    """The timelines of all pods at one moment, each computed at its first use."""
 
     def __init__(self) -> None:
         self._jobs: dict[Pod, dict[Work, Job]] = {}
@@ -174,7 +174,7 @@ class _Moment:
             ready_s = {}
             for work in pod.works.all:
                 other = None if work.placed is None else work.placed.prompt_work
-                # Its prompt is on a prefill pod.
+                # Another pod computes the prompt; the answer is ready when the prompt ends there.
                 if other is not None and other is not work and work.placed and work.placed.route:
                     ready_s[work] = self.times(work.placed.route.computes_prompt)[other].first_s
             self._jobs[pod] = pod.works.jobs(ready_s)
@@ -186,7 +186,7 @@ class _Moment:
         return self._times[pod]
 
     def with_jobs(self, pod: Pod, coming: Sequence[Job]) -> tuple[dict[Work, Times], dict[Job, Times]]:
-        """The times of the pod's works next to these jobs, and those of the jobs."""
+        """The times of the pod's works and of these jobs, in one timeline."""
         jobs = self.jobs(pod)
         times = pod.works.times(jobs, coming)
         return {work: times[job] for work, job in jobs.items()}, {job: times[job] for job in coming}
@@ -201,11 +201,11 @@ class Router:
         self._prefixes = PrefixIndex()
 
     def has_failed_since(self, at: float) -> bool:
-        """Whether since these monotonic seconds pods began to be lost, or to fail to compute prompts."""
+        """Whether a series of pod failures began after these monotonic seconds."""
         return self._fleet.failing_since > at
 
     def num_batch_slots(self) -> int:
-        """Sequences that the decode pods compute at once."""
+        """Number of batch slots of the healthy decode pods."""
         return sum([pod.works.load.model.max_batch for pod in self._fleet.healthy(Role.DECODE)])
 
     def plan(
@@ -216,8 +216,9 @@ class Router:
         num_places: int = 1,
         other_tokens: int = 0,
     ) -> Effects | None:
-        """The pods with which the request is predicted to end first, among decode pods that are not in
-        `excluded`; None: no decode pod. `other_tokens`: of other prompts that are computed before its own."""
+        """Chooses the pods with which the request is predicted to end first, among decode pods that are not
+        in `excluded`; None: there is none. `other_tokens`: tokens of other prompts that are computed before
+        its own. Changes nothing."""
         healthy, prefill = (self._fleet.healthy(role) for role in (Role.DECODE, Role.PREFILL))
         # A pod that left or restarted has lost its cache.
         self._prefixes.keep_only([pod.target for pod in (*healthy, *prefill)])
@@ -264,11 +265,11 @@ class Router:
         )
 
     def has_decode_pod(self, excluded: frozenset[str]) -> bool:
-        """Whether a healthy decode pod is not in `excluded`."""
+        """Whether there is a healthy decode pod that is not in `excluded`."""
         return any(pod.target not in excluded for pod in self._fleet.healthy(Role.DECODE))
 
     def reconsider(self, effects: Effects, coming: Sequence[Job]) -> Effects:
-        """Predicts the request on the same pods again, next to jobs that may come to its decode pod."""
+        """Predicts the request on the same pods again, with future jobs on its decode pod."""
         return _on_route(effects, coming)
 
     def times_without(self, effects: Effects, jobs: Sequence[Job]) -> dict[Job, Times]:
@@ -280,7 +281,7 @@ class Router:
         return effects.moment.times(effects.route.decode)
 
     def choose(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:
-        """Plans the request, and adds its prompt to the LRUs of the pods that will have it."""
+        """Plans the request, and adds its prompt to the prefix index of its pods."""
         effects = self.plan(request, excluded)
         if effects is None:
             return None
@@ -288,12 +289,12 @@ class Router:
         return effects.route
 
     def sent(self, request: TokenizedRequest, route: Route) -> None:
-        """The request goes to these pods, which will have its prompt."""
+        """Adds the prompt to the prefix index of the route's pods."""
         for pod in (route.decode, *(() if request.scores_prompt else route.prefill[:1])):
             self._prefixes.add(pod.target, request.block_hashes(pod.works.load.block_size))
 
     def forget(self, pod: Pod) -> None:
-        """Forgets the cache of a pod that died."""
+        """Forgets the prefix cache of a pod that died."""
         self._prefixes.forget(pod.target)
 
     def _prompt(self, pod: Pod, request: TokenizedRequest) -> _Prompt:
@@ -324,7 +325,7 @@ class Router:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt on one pod, by a simple estimate."""
+    """A simple estimate of a prompt on one pod."""
 
     start: int
     num_uncached: int
@@ -350,7 +351,7 @@ def _first_look(
 
 
 def _on_route(effects: Effects, coming: Sequence[Job]) -> Effects:
-    """The effects next to jobs that may come as well."""
+    """The effects of the request if its decode pod also gets the `coming` jobs."""
     route, moment, job = effects.route, effects.moment, effects.job
     first_s = math.nan
     pairs: dict[Placed, tuple[Times, Times]] = {}
@@ -386,7 +387,7 @@ def _on_route(effects: Effects, coming: Sequence[Job]) -> Effects:
 
 
 def _remote(moment: _Moment, placed: Placed, first_s: float, later_s: float) -> tuple[Times, Times]:
-    """The times of a request whose prompt is on a prefill pod. Its end is delayed as its prompt is."""
+    """The times of a request whose prompt is on a prefill pod. Its end is delayed as much as its prompt."""
     if later_s <= first_s or placed.route is None or placed.answer_work is None:
         return Times(first_s, -math.inf), Times(later_s, -math.inf)
     end_s = moment.times(placed.route.decode)[placed.answer_work].end_s

@@ -1,6 +1,6 @@
-"""Which objectives the system keeps while nothing else runs, from what its pods say that their steps cost.
+"""Computes which objectives an idle system meets, from the step costs that its pods report.
 
-An operator reads it at the start, before the first request, and sets targets by it.
+The gateway logs the result at start, so that an operator can set objectives before the first request.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from tandem_core.slo import SloTarget
 from tandem_gateway.fleet.load import PodLoad
 from tandem_gateway.fleet.pods import Fleet, Role
 
-#: Prompt of the request whose time per token and end are judged.
+#: Prompt tokens of the request for which TPOT and E2E are computed.
 _PROMPT_TOKENS = 256
 
 
 def kept_unloaded(
     fleet: Fleet, slo_classes: Mapping[str, SloTarget], max_tokens: int
 ) -> dict[str, dict[str, str]] | None:
-    """The longest prompt or answer that keeps each objective, by class; None: no pod has reported yet
-    what its steps cost. `max_tokens` is the longest text that is served."""
+    """The longest prompt or answer that meets each objective, by class; None: no pod has reported step costs
+    yet. `max_tokens`: the model's context."""
     decode = [pod.load for pod in fleet.healthy(Role.DECODE) if pod.load.knows_texts]
     prefill = [
         pod.load
@@ -37,7 +37,7 @@ def kept_unloaded(
 
 @dataclass(frozen=True)
 class FastestPods:
-    """What a request takes alone on the fastest of these pods, whose costs are known."""
+    """The times of a request alone on the fastest of these pods, whose step costs are known."""
 
     prefill: Sequence[PodLoad]
     decode: Sequence[PodLoad]
@@ -73,5 +73,5 @@ def _kept(slo: SloTarget, fastest: FastestPods, max_tokens: int) -> dict[str, st
 
 
 def _longest(seconds: Callable[[int], float], limit_s: float, most: int) -> int:
-    """The largest number of tokens up to `most` that takes at most the limit."""
+    """The largest number of tokens, at most `most`, that takes at most `limit_s`."""
     return bisect_left(range(1, most + 1), True, key=lambda num_tokens: seconds(num_tokens) > limit_s)
