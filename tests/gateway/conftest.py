@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tandem_gateway.main import GatewayProcess
 from tandem_gateway.settings import GatewaySettings
 from tandem_proto.v1 import gateway_pb2_grpc
-from tandem_service.channels import open_channel
+from tandem_service.channels import open_public_channel
 from waiting import until_async
 
 MAX_MODEL_LEN = 256
@@ -61,7 +61,7 @@ class Front:
         self.url = f"http://127.0.0.1:{process.http_port}"
         #: Needs no key.
         self.metrics_url = f"http://127.0.0.1:{process.metrics_port}/metrics"
-        self.channel = open_channel(f"127.0.0.1:{process.grpc_port}")
+        self.channel = open_public_channel(f"127.0.0.1:{process.grpc_port}")
         self.grpc = gateway_pb2_grpc.GatewayServiceStub(self.channel)
         self.http = httpx.AsyncClient(base_url=self.url, timeout=10.0, trust_env=False)
         self.openai = self.openai_client("none")

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import grpc
 from tandem_cli.bench.dataset import sample_dialogues
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tandem_service.channels import open_channel
+from tandem_service.channels import open_public_channel
 
 ANSWER_LIMIT_S = 300.0
 
@@ -47,7 +47,7 @@ async def ask(gateways: Gateways, index: int, rng: random.Random, least_tokens: 
     give_up_at = time.monotonic() + ANSWER_LIMIT_S
     last_at: float | None = None
     while True:
-        async with open_channel(rng.choice(gateways())) as channel:
+        async with open_public_channel(rng.choice(gateways())) as channel:
             stub = gateway_pb2_grpc.GatewayServiceStub(channel)
             message = request(index, least_tokens)
             message.idempotency_key = key

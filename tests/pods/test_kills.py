@@ -20,7 +20,7 @@ from tandem_chaos.load import Client
 from tandem_chaos.system import ChaosSystem, ChaosSystemOptions, running_system
 from tandem_cli.up.options import PodFlag
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tandem_service.channels import open_channel
+from tandem_service.channels import open_public_channel
 from toy_models import prompt_of
 from waiting import until
 
@@ -71,7 +71,7 @@ class Calls:
         self.fleet = fleet
         ((name, target),) = fleet.gateways.items()
         self.client = Client(name, target)
-        self._channel = open_channel(target)
+        self._channel = open_public_channel(target)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
     async def close(self) -> None:

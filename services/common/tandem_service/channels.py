@@ -11,23 +11,28 @@ from tandem_service.tls import PodTls, Role
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
-#: Detects a dead host (which sends no RST) in about two seconds: a ping each second, one second to answer.
-_KEEPALIVE_MS = 1000
+#: Between pods: detects a dead host (which sends no RST) in about two seconds: a ping each second, one second
+#: to answer.
+_POD_KEEPALIVE_MS = 1000
+#: On public ports, whose callers may be silent for seconds: they roam, or packets are lost.
+_PUBLIC_KEEPALIVE_MS = 20_000
 #: A public connection without a call is closed after this time.
 MAX_IDLE_MS = 15_000
 
-_COMMON_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
-    # Without it gRPC 1.80 waits up to a minute for the answer to a ping, despite the line above.
-    ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    *_COMMON_OPTIONS,
+def _keepalive(interval_ms: int) -> tuple[tuple[str, int], ...]:
+    return (
+        ("grpc.keepalive_time_ms", interval_ms),
+        ("grpc.keepalive_timeout_ms", interval_ms),
+        # Without it gRPC 1.80 waits up to a minute for the answer to a ping, despite the line above.
+        ("grpc.http2.ping_timeout_ms", interval_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Reconnects to a restarted pod within a second; gRPC's default backs off for up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -38,6 +43,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Channels share no subchannels, so closing one does not depend on another.
     ("grpc.use_local_subchannel_pool", 1),
 )
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (*_keepalive(_POD_KEEPALIVE_MS), *_CHANNEL_OPTIONS)
+#: Of channels to a gateway.
+_PUBLIC_CHANNEL_OPTIONS = (*_keepalive(_PUBLIC_KEEPALIVE_MS), *_CHANNEL_OPTIONS)
 
 
 def server_options(
@@ -46,8 +54,10 @@ def server_options(
     """Options of a server. A request over the limit fails with RESOURCE_EXHAUSTED before it is parsed or
     reaches an interceptor. `max_connections` None: no limit. A connection of the maximum age (within 10 %; 0:
     none) takes no further calls, and its client opens another one; its running calls continue."""
-    public: tuple[tuple[str, int], ...] = ()
+    keepalive_ms = _POD_KEEPALIVE_MS
+    public: tuple[tuple[str, int], ...] = (("grpc.http2.max_ping_strikes", 0),)
     if max_connections is not None:
+        keepalive_ms = _PUBLIC_KEEPALIVE_MS
         public = (
             ("grpc.max_allowed_incoming_connections", max_connections),
             # Of connections without a call; clients connect again when they have one.
@@ -57,13 +67,14 @@ def server_options(
         public += (("grpc.max_connection_age_ms", round(max_connection_age_s * 1000)),)
     return (
         *public,
-        *_COMMON_OPTIONS,
+        *_keepalive(keepalive_ms),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", max_request_bytes),
         # With SO_REUSEPORT two servers on one port would share its calls without an error.
         ("grpc.so_reuseport", 0),
-        # Accept the pings above; by default the server answers them with GOAWAY "too_many_pings".
-        ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-        ("grpc.http2.max_ping_strikes", 0),
+        # Accept the pings of channels with these options; by default the server answers them with GOAWAY
+        # "too_many_pings".
+        ("grpc.http2.min_ping_interval_without_data_ms", keepalive_ms // 2),
     )
 
 
@@ -97,16 +108,16 @@ def open_public_channel(target: str, ca_file: Path | None = None) -> grpc.aio.Ch
     """A channel to a gateway's public port; see `public_target`."""
     address, credentials = public_target(target, ca_file)
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=_PUBLIC_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=_PUBLIC_CHANNEL_OPTIONS)
 
 
 def open_public_sync_channel(target: str, ca_file: Path | None = None) -> grpc.Channel:
     """A channel for threads; see `open_public_channel`."""
     address, credentials = public_target(target, ca_file)
     if credentials is None:
-        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        return grpc.insecure_channel(address, options=_PUBLIC_CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, credentials, options=_PUBLIC_CHANNEL_OPTIONS)
 
 
 def _tls_options(role: Role | None) -> tuple[tuple[str, int | str], ...]:

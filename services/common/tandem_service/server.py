@@ -26,6 +26,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from tandem_service.channels import MAX_MESSAGE_BYTES, server_options
+from tandem_service.descriptors import raise_descriptor_limit
 from tandem_service.discovery import Target
 from tandem_service.health import HealthServicer
 from tandem_service.interceptors import CallInterceptor, Gate
@@ -61,6 +62,7 @@ class PodServer:
         max_connections: int | None = None,
         max_connection_age_s: float = 0.0,
     ) -> None:
+        raise_descriptor_limit()
         self._settings = settings
         self._tls = settings.pod_tls() if callers is not None else None
         self._credentials = credentials if self._tls is None else self._tls.server_credentials()

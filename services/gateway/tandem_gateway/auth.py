@@ -239,6 +239,14 @@ class ApiKeys:
             self.on_refusal(error)
             raise
 
+    def is_known(self, authorization: str) -> bool:
+        """Whether `authenticate` would find a caller."""
+        try:
+            self._find(authorization)
+        except UnauthenticatedError:
+            return False
+        return True
+
     def _find(self, authorization: str) -> Caller:
         if self._callers is None:
             return self._anyone

@@ -14,10 +14,12 @@ import sys
 import time
 
 import structlog
+from starlette.datastructures import Headers
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_proto.v1 import gateway_pb2_grpc
 from tandem_service import logs
+from tandem_service.descriptors import raise_descriptor_limit
 from tandem_service.discovery import Discovery
 from tandem_service.interceptors import Gate
 from tandem_service.priority import change_nice, wait_for_offers
@@ -32,7 +34,7 @@ from tandem_gateway.admission.forecast import Forecaster
 from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.answers.answer_store import AnswerStore
 from tandem_gateway.answers.answers import Answers
-from tandem_gateway.auth import ApiKeys, KeyFileError
+from tandem_gateway.auth import ApiKeys, KeyFileError, authorization
 from tandem_gateway.call.gateway import Gateway, max_message_bytes
 from tandem_gateway.call.relay import Relay
 from tandem_gateway.dashboard.ended import EndedRequests
@@ -50,6 +52,8 @@ from tandem_gateway.settings import GatewaySettings
 
 #: Reserved at the end of a drain for the last events of streams that did not finish.
 _LAST_EVENTS_S = 1.0
+#: Open files in addition to the connections of clients: pods, Redis, the metrics port, the model.
+_OTHER_DESCRIPTORS = 72
 #: Shortest time between two updates of the predicted TTFT in the metrics.
 _SHOW_EVERY_S = 1.0
 
@@ -65,6 +69,7 @@ class GatewayProcess:
         keys = ApiKeys.load(settings.api_keys_file, load_slo_classes(settings.slo_classes_file))
         self._keys = keys
         calls = OpenCalls(settings)
+        max_connections = _within_descriptors(settings.max_connections)
         tls = settings.public_tls()
         if tls is None and settings.api_keys_file is not None and not is_loopback(settings.host):
             structlog.get_logger("tandem.gateway").warning(
@@ -80,7 +85,7 @@ class GatewayProcess:
             max_request_bytes=min(settings.max_body_bytes, max_message_bytes(tokenizer, is_json=False)),
             gate=Gate(lambda metadata: calls.hold(caller_of(keys, metadata)), settings.read_timeout_s),
             credentials=None if tls is None else tls.server_credentials(),
-            max_connections=settings.max_connections,
+            max_connections=max_connections,
             max_connection_age_s=settings.max_connection_age_s,
         )
         # It is ready without pods: it queues requests, or refuses them with a retry-after.
@@ -149,7 +154,10 @@ class GatewayProcess:
             app,
             settings.host,
             settings.http_port,
-            max_connections=settings.max_connections,
+            is_known=lambda scope: (
+                scope["method"] == "POST" and keys.is_known(authorization(Headers(scope=scope)))
+            ),
+            max_connections=max_connections,
             max_connection_age_s=settings.max_connection_age_s,
             header_timeout_s=settings.read_timeout_s,
             tls=None if tls is None else tls.http_context(),
@@ -245,6 +253,20 @@ class GatewayProcess:
         await self._answers.close()
         await self.fleet.close()
         await self.server.tracing.close()
+
+
+def _within_descriptors(max_connections: int) -> int:
+    """The limit of connections of each public port, lower than the setting where the process may open too few
+    files."""
+    free = raise_descriptor_limit() - _OTHER_DESCRIPTORS
+    # A quarter more for health checks on the HTTP port: nine quarters of the limit.
+    limit = max(min(max_connections, free * 4 // 9), 1)
+    if limit < max_connections:
+        structlog.get_logger("tandem.gateway").warning(
+            "this process may open too few files for --max-connections; raise the limit (ulimit -n)",
+            max_connections=limit,
+        )
+    return limit
 
 
 async def _serve(settings: GatewaySettings) -> None:

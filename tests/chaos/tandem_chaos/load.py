@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tandem_service.channels import open_channel
+from tandem_service.channels import open_public_channel
 
 #: By the name of the case; each is a way to choose tokens, or an end of the text, that must survive a seam.
 _SAMPLING: dict[str, dict[str, object]] = {
@@ -122,7 +122,7 @@ class Client:
 
     def __init__(self, name: str, target: str) -> None:
         self.name = name
-        self._channel = open_channel(target)
+        self._channel = open_public_channel(target)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:

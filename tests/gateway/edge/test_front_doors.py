@@ -261,29 +261,104 @@ async def ask_once(front, path: str) -> bytes:
     return answer
 
 
-async def test_connections_are_limited(pods, gateway):
-    front = await gateway(await pods(), max_connections=3)
+async def test_beyond_the_limit_of_connections_only_health_is_served(pods, gateway):
+    pod = await pods(pause_s=30.0)
+    front = await gateway(pod, max_connections=3)
     await front.http.aclose()
-    opened = [await open_connection(front) for _ in range(3)]
+    busy = [await send_chat(front, "none") for _ in range(3)]
+    await until(lambda: len(pod.requests) == 3)
     reader, writer = await open_connection(front)
-    refusal = await asyncio.wait_for(reader.read(), 10)
-    assert refusal == b""  # without a request, within the probes' time
+    assert await asyncio.wait_for(reader.read(), 10) == b"", "without a request it ends within a second"
     refused, health = [await ask_once(front, path) for path in ("/v1/models", "/health")]
     assert refused.startswith(b"HTTP/1.1 503 ")
     assert b"retry-after: 1" in refused
     assert health.startswith(b"HTTP/1.1 200 ")
     assert all(b"connection: close" in answer for answer in (refused, health))
-    for _, other in [*opened, (reader, writer)]:
+    for _, other in [*busy, (reader, writer)]:
         other.close()
     front.http = httpx.AsyncClient(base_url=front.url, trust_env=False)
 
     async def is_free() -> bool:
         try:
-            return (await front.http.get("/health")).status_code == 200
+            return (await front.http.get("/v1/models")).status_code == 200
         except httpx.TransportError:
             return False
 
     await until_async(is_free)
+
+
+async def send_chat(front, key: str):
+    reader, writer = await open_connection(front)
+    body = json.dumps({"messages": USER}).encode()
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    return reader, writer
+
+
+STRANGERS = {
+    "silent": b"",
+    "half a request": b"POST /v1/chat",
+    "refused": b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "wrong key": b"POST / HTTP/1.1\r\nhost: a\r\nauthorization: Bearer x\r\ncontent-length: 9\r\n\r\n",
+    "unread": b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 40,
+}
+
+
+@pytest.mark.parametrize("sent", STRANGERS.values(), ids=STRANGERS)
+async def test_strangers_connections_displace_each_other_and_no_callers(pods, gateway, keys_file, sent):
+    """Test with more connections than there are places, before and after a caller's."""
+    pod = await pods(words=("a", "b"), pause_s=0.3)
+    front = await gateway(pod, max_connections=8, api_keys_file=keys_file)
+    await front.http.aclose()
+    strangers = []
+
+    async def flood() -> None:
+        for _ in range(20):
+            _, writer = await open_connection(front)
+            writer.write(sent)
+            strangers.append(writer)
+
+    try:
+        await flood()
+        reader, writer = await asyncio.wait_for(send_chat(front, "acme-key"), 1.0)
+        await asyncio.wait_for(pod.started.wait(), 1.0)
+        await flood()
+        answer = await asyncio.wait_for(reader.readline(), 5.0)
+        assert b" 200 " in answer
+        writer.close()
+    finally:
+        for stranger in strangers:
+            stranger.transport.abort()
+
+
+async def test_tls_handshakes_count_as_connections_and_end(pods, model_folder, tmp_path):
+    certificates.prepare(tmp_path)
+    files = certificates.issue(tmp_path, Role.GATEWAY)
+    pod = await pods()
+    process = GatewayProcess(
+        GatewaySettings(
+            model=model_folder, decode=(pod.target,), grpc_port=0, http_port=0, drain_s=0.0,
+            tls_cert=files.cert, tls_key=files.key, max_connections=8,
+        )
+    )  # fmt: skip
+    await process.start()
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    silent = []
+    try:
+        silent += [await asyncio.open_connection("127.0.0.1", process.http_port) for _ in range(20)]
+        ended = [asyncio.create_task(reader.read()) for reader, _ in silent]
+        await until(lambda: sum(task.done() for task in ended) >= 12)
+        async with httpx.AsyncClient(verify=context, trust_env=False) as client:
+            name = {"sni_hostname": Role.GATEWAY.dns_name}
+            url = f"https://127.0.0.1:{process.http_port}/health"
+            assert (await client.get(url, extensions=name)).status_code == 200
+    finally:
+        for _, writer in silent:
+            writer.close()
+        await process.stop()
 
 
 async def test_connections_close_at_their_age_limit(pods, gateway):

@@ -52,6 +52,8 @@ from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequ
 #: Time after the deadline until a caller that does not read is disconnected.
 _READ_GRACE_S = 5.0
 _PURGE_S = 5.0
+#: Longest time for which a reader of existing events keeps the event loop.
+_TURN_S = 0.005
 #: Time from finding an answer to reading it.
 _FOUND_S = 1.0
 _EVENT_ID = re.compile(rf"([0-9a-f]{{{NAME_CHARS + RUN_CHARS}}})-([0-9]{{1,9}}(?:\.[0-9]{{1,9}})*)")
@@ -246,7 +248,11 @@ class Answers:
         at = [0] * answer.num_choices
         try:
             while True:
+                turn_ends = time.monotonic() + _TURN_S
                 while num_read < len(answer.events):
+                    if time.monotonic() > turn_ends:  # a resumed answer may have many events
+                        await asyncio.sleep(0)
+                        turn_ends = time.monotonic() + _TURN_S
                     event = answer.events[num_read]
                     num_read += 1
                     choice = event.choice

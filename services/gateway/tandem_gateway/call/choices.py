@@ -67,10 +67,10 @@ class Running:
 
 
 async def relay_choices(
-    relay: Relay, running: Sequence[Running]
+    relay: Relay, running: Sequence[Running], num_at_once: int
 ) -> AsyncGenerator[tuple[Running, Event], None]:
-    """Yields the events of all choices in order of arrival. Raises the error of the first choice that
-    fails."""
+    """Yields the events of all choices in order of arrival; `num_at_once` sequences run at a time. Raises the
+    error of the first choice that fails."""
     searches: dict[int, list[Running]] = {}
     for choice in running:
         if choice.request.sampling.beam_search is not None:
@@ -82,6 +82,7 @@ async def relay_choices(
                 yield pair
         return
     arrived: asyncio.Queue[tuple[Running, Event] | Exception] = asyncio.Queue()
+    places = asyncio.Semaphore(max(num_at_once // _width(groups[0][0].request), 1))
     is_computed = {choice.request.prompt_token_ids: asyncio.Event() for choice in running}
     leaders = {choice.request.prompt_token_ids: choice for choice in reversed(running)}
 
@@ -92,17 +93,20 @@ async def relay_choices(
             # Only the first choice records stages in the trace.
             tracing.set_current(tracing.RequestTrace(tracing.current().metadata))
         try:
-            if choice is not leaders[prompt]:
-                began_ns = time.monotonic_ns()
-                await is_computed[prompt].wait()
+            began_ns = time.monotonic_ns()
+            async with places:
+                if choice is not leaders[prompt]:
+                    await is_computed[prompt].wait()
                 choice.waited_ns = time.monotonic_ns() - began_ns
-            async with aclosing(_relay_group(relay, group)) as pairs:
-                async for pair in pairs:
-                    arrived.put_nowait(pair)
-                    is_computed[prompt].set()
+                async with aclosing(_relay_group(relay, group)) as pairs:
+                    async for pair in pairs:
+                        arrived.put_nowait(pair)
+                        is_computed[prompt].set()
         except Exception as error:
             arrived.put_nowait(error)
 
+    # The first of each prompt comes first, so that none waits for one without a place.
+    groups.sort(key=lambda group: group[0] is not leaders[group[0].request.prompt_token_ids])
     tasks = [asyncio.create_task(run(group)) for group in groups]
     try:
         num_left = len(running)
@@ -116,12 +120,19 @@ async def relay_choices(
         await end_tasks(tasks)
 
 
-def num_places(requests: Sequence[TokenizedRequest]) -> int:
-    """Number of sequences that the pods compute at once for these choices."""
-    beams = requests[0].sampling.beam_search
-    if beams is None:
-        return len(requests)
-    return beams.width * len({request.choice - request.rank for request in requests})
+def num_places(requests: Sequence[TokenizedRequest], max_in_flight: int) -> int:
+    """Number of sequences that the pods compute at once for these choices: at most four or a quarter of all
+    places, because other calls wait until this one has them. A beam search needs its width."""
+    width, num_requests = _width(requests[0]), len(requests)
+    if width > 1:
+        num_requests = len({request.choice - request.rank for request in requests})
+    return width * min(num_requests, max(max(max_in_flight // 4, 4) // width, 1))
+
+
+def _width(request: TokenizedRequest) -> int:
+    """Sequences of one request to the pods."""
+    beams = request.sampling.beam_search
+    return 1 if beams is None else beams.width
 
 
 async def _relay_group(relay: Relay, group: Sequence[Running]) -> AsyncGenerator[tuple[Running, Event], None]:

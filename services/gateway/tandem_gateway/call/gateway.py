@@ -390,12 +390,13 @@ class Gateway:
             # If the longest prompt, computed last, meets the objectives, all others do.
             longest = max(requests, key=lambda one: len(one.prompt_token_ids))
             num_others = num_prompt - len(longest.prompt_token_ids)
-            async with self._admission.slot(longest, num_places(requests), num_others) as admitted:
+            places = num_places(requests, self.settings.max_in_flight)
+            async with self._admission.slot(longest, places, num_others) as admitted:
                 num_computed = num_prompt
                 for choice in running:
                     choice.admitted(admitted)
                 num_left = len(running)
-                async with aclosing(relay_choices(self._relay, running)) as events:
+                async with aclosing(relay_choices(self._relay, running, places)) as events:
                     async for choice, event in events:
                         event.choice = choice.request.choice
                         if isinstance(event, decode_pb2.DecodeFinished):

@@ -35,6 +35,7 @@ from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tandem_service import tracing
 from tandem_service.interceptors import REQUEST_ID_KEY
 
+from tandem_gateway.call.silence import Silence
 from tandem_gateway.errors import (
     ContextLengthError,
     CrashingRequestError,
@@ -103,6 +104,7 @@ class Relay:
         self._failover_wait_s = failover_wait_s
         self._log = structlog.get_logger("tandem.relay")
         self._planning = asyncio.Lock()
+        self._silence = Silence(_SILENCE_LIMIT_S)
         #: Tasks that read calls to their ends.
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -316,8 +318,7 @@ class Relay:
         is_accepted = is_finished = False
         try:
             while True:
-                async with asyncio.timeout(_SILENCE_LIMIT_S):
-                    response = await anext(responses)
+                response = await self._silence.within(anext(responses))
                 is_accepted = True
                 match response.WhichOneof("event"):
                     case "beams" if is_search and response.beams.beams:

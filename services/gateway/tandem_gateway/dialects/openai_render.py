@@ -134,6 +134,9 @@ class Renderer(ABC):
     def encode_error(self, error: TandemError) -> bytes:
         return sse(error_json(error))
 
+    #: Sent while there are no events; clients ignore the comment.
+    ping = b": ping\n\n"
+
     def encode_end(self) -> bytes:
         """The bytes after the last event of a complete stream."""
         return SSE_DONE

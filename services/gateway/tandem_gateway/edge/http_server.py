@@ -1,5 +1,5 @@
 """Runs uvicorn in the process's event loop, without its signal handlers and with a bounded drain. Adds limits
-on connections, on their age, and on the time until a request's headers have arrived."""
+on connections, on their age, on the time until a request's headers have arrived, and on unread responses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import random
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.datastructures import MutableHeaders
@@ -17,16 +17,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_TOO_MANY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-)
+from tandem_gateway.edge.acceptor import Acceptor, Place
 
-#: Served to a few connections beyond the limit, so that probes do not consider a full gateway dead.
+#: Served to connections beyond the limit, so that probes do not consider a full gateway dead.
 _PROBE_PATHS = frozenset({"/health", "/ping"})
-_PROBE_CONNECTIONS = 64
 _PROBE_TIMEOUT_S = 1.0
 #: Idle connections are closed after this time.
 _KEEP_ALIVE_S = 20
+#: A client that takes fewer bytes in this time, though more wait for it, has gone.
+_UNREAD_S, _LEAST_READ_BYTES = 30.0, 16 * 1024
 
 
 def _last(send: Send) -> Send:
@@ -42,69 +41,64 @@ def _last(send: Send) -> Send:
 
 class _ConnectionApp:
     """The application as one connection sees it. A response is the connection's last one if it begins at
-    `ends_at` (the loop's time) or later, and with `serves_probes_only`, which refuses other requests."""
+    `ends_at` (the loop's time) or later, and beyond the limit of connections, where only probes are
+    served."""
 
-    def __init__(self, app: ASGIApp, *, ends_at: float) -> None:
+    def __init__(
+        self, app: ASGIApp, place: Place, is_known: Callable[[Scope], bool], *, ends_at: float
+    ) -> None:
         self._app = app
+        self._place = place
+        self._is_known = is_known
         self._ends_at = ends_at
-        self.serves_probes_only = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if self.serves_probes_only and scope["path"] not in _PROBE_PATHS:
+        app, place = self._app, self._place
+        if place.is_beyond and scope["path"] not in _PROBE_PATHS:
             app = Response(status_code=503, headers={"retry-after": "1"})
-        is_last = self.serves_probes_only or asyncio.get_running_loop().time() >= self._ends_at
-        await app(scope, receive, _last(send) if is_last else send)
+        is_last = place.is_beyond or asyncio.get_running_loop().time() >= self._ends_at
+        place.keep(self._is_known(scope))
+        try:
+            await app(scope, receive, _last(send) if is_last else send)
+        finally:
+            place.keep(False)
 
 
 class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not followed by mypy
     """One connection. Subclasses set the limits."""
 
-    max_connections: int
     #: 0: no limit.
     max_connection_age_s: float
     header_timeout_s: float
-    #: Start of the wait for another request; None: it does not wait.
-    idle_since: float | None = None
+    unread_s: float
+    is_known: Callable[[Scope], bool]
+    #: Set before the connection is made.
+    place: Place
     #: Runs from the connection, or the first byte of another request, to the end of the request's headers.
     _headers_due: asyncio.TimerHandle | None = None
+    #: Runs while the client has not taken all bytes.
+    _reading_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        self.place.abort = transport.abort
+        transport.set_write_buffer_limits(1, 0)  # pauses when bytes wait, and resumes when none do
         # Varied, so that connections opened together do not close together.
         age_s = (self.max_connection_age_s or math.inf) * random.uniform(0.9, 1.0)
-        app = _ConnectionApp(self.app, ends_at=self.loop.time() + age_s)
-        self.app: ASGIApp = app
-        num_beyond = len(self.connections) - self.max_connections
-        if num_beyond > 0 and self._close_longest_idle():
-            num_beyond -= 1
-        if num_beyond > _PROBE_CONNECTIONS:
-            transport.write(_TOO_MANY)
-            transport.close()
-            return
-        if num_beyond > 0:
-            app.serves_probes_only = True
+        ends_at = self.loop.time() + age_s
+        self.app: ASGIApp = _ConnectionApp(self.app, self.place, type(self).is_known, ends_at=ends_at)
+        if self.place.is_beyond:
             self.header_timeout_s = min(self.header_timeout_s, _PROBE_TIMEOUT_S)
         self._expect_headers()
 
-    def _close_longest_idle(self) -> bool:
-        """Closes the connection that has waited longest for another request. Returns whether there was
-        one."""
-        idle = [other for other in self.connections if other.idle_since is not None and other is not self]
-        if not idle:
-            return False
-        longest = min(idle, key=lambda other: other.idle_since)
-        longest.idle_since = None
-        longest.transport.close()
-        return True
-
     def connection_lost(self, exc: Exception | None) -> None:
+        self.place.leave()
         self._headers_are_here()
+        self._all_is_read()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         request_before = self.cycle
-        self.idle_since = None
         if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_headers()
         super().data_received(data)
@@ -113,9 +107,31 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.idle_since = self.loop.time()
         if self._headers_due is None and self.conn.trailing_data[0]:  # the next request has begun
             self._expect_headers()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        self._all_is_read()
+        super().resume_writing()
+
+    def _expect_reading(self) -> None:
+        num_unread = self.transport.get_write_buffer_size()
+        self._reading_due = self.loop.call_later(self.unread_s, self._check_reading, num_unread)
+
+    def _check_reading(self, num_before: int) -> None:
+        if num_before - self.transport.get_write_buffer_size() < _LEAST_READ_BYTES:
+            self.transport.abort()
+        else:
+            self._expect_reading()
+
+    def _all_is_read(self) -> None:
+        if self._reading_due is not None:
+            self._reading_due.cancel()
+            self._reading_due = None
 
     def _expect_headers(self) -> None:
         self._headers_due = self.loop.call_later(self.header_timeout_s, self.transport.close)
@@ -127,14 +143,38 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
 
 
 class _QuietServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not followed by mypy
+    """Leaves signals to PodServer, which drains both protocols, and accepts by `Acceptor`."""
+
+    def __init__(self, config: uvicorn.Config, max_connections: int, tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._max_connections = max_connections
+        self._tls = tls
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """PodServer handles the signals and drains both protocols."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+
+        def make_protocol(place: Place) -> asyncio.Protocol:
+            protocol = self.config.http_protocol_class(
+                config=self.config, server_state=self.server_state, app_state={}
+            )
+            protocol.place = place
+            return protocol
+
+        self.servers = [
+            Acceptor(sockets[0], make_protocol, max_connections=self._max_connections, tls=self._tls)
+        ]
+        self.started = True
 
 
 class HttpServer:
-    """`await start()`, then `close_after_responses()` if a drain comes first, and `await stop(grace_s)`."""
+    """`await start()`, then `close_after_responses()` if a drain comes first, and `await stop(grace_s)`.
+
+    `is_known`: whether a request is one of a known caller; its connection then keeps its place.
+    """
 
     def __init__(
         self,
@@ -142,23 +182,25 @@ class HttpServer:
         host: str,
         port: int,
         *,
+        is_known: Callable[[Scope], bool],
         max_connections: int,
         max_connection_age_s: float = 0.0,
         header_timeout_s: float,
+        unread_s: float = _UNREAD_S,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._app = app
         self._closes_after_responses = False
-        self._ssl_options: dict[str, object] = {}
-        if tls is not None:
-            self._ssl_options["ssl_context_factory"] = lambda config, default: tls
+        self._max_connections = max_connections
+        self._tls = tls
         self._protocol = type(
             "Protocol",
             (_LimitedProtocol,),
             {
-                "max_connections": max_connections,
+                "is_known": staticmethod(is_known),
                 "max_connection_age_s": max_connection_age_s,
                 "header_timeout_s": header_timeout_s,
+                "unread_s": unread_s,
             },
         )
         self._host = host
@@ -188,9 +230,9 @@ class HttpServer:
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE_S,
             ws="none",
-            **self._ssl_options,
         )
-        self._server = _QuietServer(config)
+        config.load()
+        self._server = _QuietServer(config, self._max_connections, self._tls)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
             if self._task.done():

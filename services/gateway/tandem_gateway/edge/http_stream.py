@@ -1,25 +1,26 @@
 """Streamed responses, with immediate detection of a client disconnect.
 
 Starlette detects a disconnect only when it sends, so a request in the queue or on a slow pod would keep
-computing. This module watches the connection during the whole request. A client that stays connected but does
-not read for `send_timeout_s` counts as disconnected, because it would keep its slot forever.
+computing. This module watches the connection during the whole request; the server disconnects a client that
+stops reading. While there are no events, pings are sent, because proxies and clients end silent connections.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
+from tandem_service.tasks import end_tasks
 
 T = TypeVar("T")
 
-#: Limit on one send.
-_SEND_TIMEOUT_S = 30.0
+#: Longest time without bytes; proxies and clients commonly wait for 30 s or more.
+_PING_S = 10.0
 
 
 class ClientGoneError(Exception):
@@ -51,36 +52,23 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class PartedResponse(Response):
-    """A response whose body is sent in parts. Raises ClientGoneError when the client does not read one."""
+    """A response whose body is sent in parts."""
 
-    def __init__(
-        self, media_type: str, headers: Mapping[str, str], send_timeout_s: float = _SEND_TIMEOUT_S
-    ) -> None:
+    def __init__(self, media_type: str, headers: Mapping[str, str]) -> None:
         super().__init__(media_type=media_type, headers={"x-accel-buffering": "no", **headers})
         del self.headers["content-length"]  # Response counts its empty body
-        self._send_timeout_s = send_timeout_s
 
     async def start(self, send: Send) -> None:
-        message = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await self._send_within(send, message)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def send_part(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
-        message = {"type": "http.response.body", "body": body, "more_body": not is_last}
-        await self._send_within(send, message)
-
-    async def _send_within(self, send: Send, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send(message)
-        except TimeoutError:
-            raise ClientGoneError from None
+        await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
 class EventStream(PartedResponse):
-    """Streams `events`; closes it when the client disconnects.
+    """Streams `events`, and `ping` when there is none for `ping_s`. Closes them when the client disconnects.
 
-    `source` is the generator that `events` reads. It is closed here too, because `events` does not run its
-    own clean-up if it never started.
+    `held` is closed with the response, also if `events` never started, which does not run its own clean-up.
     """
 
     def __init__(
@@ -88,23 +76,39 @@ class EventStream(PartedResponse):
         request: Request,
         events: AsyncGenerator[bytes, None],
         *,
-        source: AsyncGenerator[object, None],
-        send_timeout_s: float = _SEND_TIMEOUT_S,
+        held: AsyncExitStack,
+        ping: bytes,
+        ping_s: float = _PING_S,
     ) -> None:
-        super().__init__("text/event-stream", {"cache-control": "no-cache"}, send_timeout_s)
+        super().__init__("text/event-stream", {"cache-control": "no-cache"})
         self._receive = request.receive
         self._events = events
-        self._source = source
+        self._held = held
+        self._ping = ping
+        self._ping_s = ping_s
+        self._is_silent = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(self._source), aclosing(self._events):
+            async with self._held, aclosing(self._events):
                 await until_disconnect(self._receive, self._send_all(send))
         except ClientGoneError:
             return
 
     async def _send_all(self, send: Send) -> None:
         await self.start(send)
-        async for event in self._events:
-            await self.send_part(send, event)
+        pings = asyncio.create_task(self._send_pings(send))
+        try:
+            async for event in self._events:
+                self._is_silent = False
+                await self.send_part(send, event)
+        finally:
+            await end_tasks([pings])
         await self.send_part(send, b"", is_last=True)
+
+    async def _send_pings(self, send: Send) -> None:
+        while True:
+            self._is_silent = True
+            await asyncio.sleep(self._ping_s)
+            if self._is_silent:
+                await self.send_part(send, self._ping)

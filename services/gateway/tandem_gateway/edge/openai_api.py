@@ -2,7 +2,8 @@
 /v1/messages for Anthropic's.
 
 key -> body bytes (limited) -> ReceivedRequest -> TokenizedRequest -> run
-    stream    waits for the first event before it sends the status line, so that a refusal is a 429
+    stream    waits for the first event or 2 s before it sends the status line, so that a refusal is a 429;
+              pings while there are no events
     else      collects all events, then sends one JSON object
 Last-Event-ID    -> the rest of a cut stream; the body is not read
 Idempotency-Key  -> the answer of the first request with this key and body
@@ -16,8 +17,8 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from functools import partial
 from typing import TypeAlias
 
@@ -29,6 +30,7 @@ from starlette.routing import Route
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import LONGEST_OBJECTIVE_S, SloTarget
 from tandem_proto.v1 import decode_pb2
+from tandem_service.tasks import end_tasks
 
 from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.answers.answer import Answer, Sent
@@ -59,6 +61,9 @@ _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
 _SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
 _SLO_TTFT, _SLO_TPOT, _SLO_E2E = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"
 _SLO_HEADERS = (_SLO_CLASS, _SLO_TTFT, _SLO_TPOT, _SLO_E2E, _SLO_STRICT)
+#: Time after which the status line is sent without an event. By then admission has decided; only pods can
+#: still refuse the request.
+_STATUS_S = 2.0
 _MAX_OBJECTIVE_MS = LONGEST_OBJECTIVE_S * 1000
 
 
@@ -116,29 +121,29 @@ class OpenAiApi:
         is_streamed = True
         started_ns, kind = time.monotonic_ns(), renderer_kind.answer_kind
         caller = self._keys.authenticate(authorization(request.headers))
-        with self._gateway.counting_refusals():
-            self._gateway.begin_trace(request.headers.items(), kind, started_ns=started_ns)
-            last_event_id = request.headers.get(_LAST_EVENT_ID)
-            if last_event_id is not None:
-                limits = self._gateway.settings.tenant_limits(caller)
-                with self._calls.hold(caller):
+        async with AsyncExitStack() as held:
+            with self._gateway.counting_refusals():
+                held.enter_context(self._calls.hold(caller))
+                self._gateway.begin_trace(request.headers.items(), kind, started_ns=started_ns)
+                last_event_id = request.headers.get(_LAST_EVENT_ID)
+                if last_event_id is not None:
+                    limits = self._gateway.settings.tenant_limits(caller)
                     answer, position = await self._answers.find(caller.tenant, last_event_id, kind, limits)
-            else:
-                with self._calls.hold(caller):
+                else:
                     answer, is_streamed = await self._begin(request, caller, body_kind, kind)
-        renderer = renderer_kind(
-            answer.record, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes
-        )
-        events = self._answers.read(answer, position)
-        try:
+            renderer = renderer_kind(
+                answer.record, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes
+            )
+            events = await held.enter_async_context(aclosing(self._answers.read(answer, position)))
             if not is_streamed:
                 return await until_disconnect(request.receive, _whole(events, renderer))
-            first = await until_disconnect(request.receive, _first_new(events, renderer))
-        except BaseException:
-            await events.aclose()
-            raise
-        stream = _stream(first, events, renderer, with_usage=answer.record.with_usage)
-        return EventStream(request, stream, source=events)
+            first = asyncio.create_task(_first_new(events, renderer))
+            held.push_async_callback(end_tasks, [first])
+            await until_disconnect(request.receive, asyncio.wait((first,), timeout=_STATUS_S))
+            if first.done():
+                first.result()
+            stream = _stream(first, events, renderer, with_usage=answer.record.with_usage)
+            return EventStream(request, stream, held=held.pop_all(), ping=renderer.ping)
 
     async def _begin(
         self, request: Request, caller: Caller, body_kind: type[AnyBody], kind: str
@@ -251,11 +256,11 @@ async def _first_new(events: AsyncGenerator[Sent, None], renderer: Renderer) -> 
 
 
 async def _stream(
-    first: Sent, events: AsyncGenerator[Sent, None], renderer: Renderer, *, with_usage: bool
+    first: Awaitable[Sent], events: AsyncGenerator[Sent, None], renderer: Renderer, *, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The stream's bytes. An error after the first event becomes an event without an id."""
+    """The stream's bytes. An error becomes an event without an id."""
     try:
-        sent: Sent | None = first
+        sent: Sent | None = await first
         while sent is not None:
             is_large = renderer.is_large([sent.event])
             rendered = await _render(sent.event, renderer, with_usage=with_usage)
