@@ -213,6 +213,19 @@ async def test_each_choice_takes_a_place(pods, gateway):
     assert await front.metric("tandem_requests_in_flight") == 0
 
 
+async def test_a_call_with_many_choices_leaves_places_for_others(pods, gateway):
+    pod = await pods(pause_s=0.1)
+    front = await gateway(pod, max_in_flight=8, max_queue=20)
+    prompts = [f"prompt {number}" for number in range(12)]
+    many = asyncio.create_task(front.http.post(COMPLETIONS, json={"prompt": prompts}))
+    await pod.started.wait()
+    assert await front.metric("tandem_requests_in_flight") == 4
+    assert (await front.http.post(CHAT, json={"messages": USER})).status_code == 200
+    assert not many.done()
+    choices = (await many).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["Hello there!"] * 12
+
+
 async def test_a_failed_or_cancelled_call_ends_all_its_choices(pods, gateway):
     pod = await pods(pause_s=0.2)
     front = await gateway(pod)

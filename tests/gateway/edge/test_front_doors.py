@@ -150,6 +150,30 @@ async def test_a_tenants_open_calls_are_limited(pods, gateway, tmp_path):
     await until_async(is_free)
 
 
+async def test_readers_of_an_answer_count_as_calls_of_their_tenant(pods, gateway, tmp_path):
+    keys = tmp_path / "keys.jsonl"
+    lines = [
+        {"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": key, "max_requests": 1}
+        for key in ("greedy", "other")
+    ]
+    keys.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pod = await pods(pause_s=0.5)
+    front = await gateway(pod, api_keys_file=keys)
+    greedy, other = ({"authorization": f"Bearer {name}"} for name in ("greedy", "other"))
+    async with contextlib.AsyncExitStack() as stack:
+        body = {"messages": USER, "stream": True}
+        first = await stack.enter_async_context(front.http.stream("POST", CHAT, json=body, headers=greedy))
+        lines = first.aiter_lines()
+        event_id = (await anext(lines)).removeprefix("id: ")
+        pod.pause_s = 30.0
+        statuses = []
+        for _ in range(20):
+            reader = front.http.stream("POST", CHAT, headers={**greedy, "last-event-id": event_id})
+            statuses.append((await stack.enter_async_context(reader)).status_code)
+        assert statuses == [200] * 16 + [429] * 4
+        assert (await front.http.get("/v1/models", headers=other)).status_code == 200
+
+
 async def test_a_tenants_long_texts_do_not_delay_other_tenants(pods, gateway, keys_file, monkeypatch):
     front = await gateway(await pods(), api_keys_file=keys_file)
     monkeypatch.setattr("tandem_gateway.call.gateway.INLINE_CHARS", 2)
