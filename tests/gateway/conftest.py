@@ -63,7 +63,8 @@ class Front:
         self.metrics_url = f"http://127.0.0.1:{process.metrics_port}/metrics"
         self.channel = open_public_channel(f"127.0.0.1:{process.grpc_port}")
         self.grpc = gateway_pb2_grpc.GatewayServiceStub(self.channel)
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=10.0, trust_env=False)
+        json_type = {"content-type": "application/json"}
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=10.0, trust_env=False, headers=json_type)
         self.openai = self.openai_client("none")
 
     def openai_client(self, key: str) -> openai.AsyncOpenAI:

@@ -6,6 +6,7 @@ TandemError
 │   ├── ContextLengthError                                    INVALID_ARGUMENT     400
 │   ├── BodyTooLargeError                                     INVALID_ARGUMENT     413
 │   ├── BodyTimeoutError        arrives too slowly            INVALID_ARGUMENT     408
+│   ├── BodyTypeError           is not called JSON            INVALID_ARGUMENT     415
 │   ├── UnknownModelError                                     NOT_FOUND            404
 │   ├── AnswerNotFoundError     no answer of this event id    NOT_FOUND            404
 │   └── IdempotencyKeyError     used for another request      ALREADY_EXISTS       422
@@ -71,6 +72,10 @@ class BodyTooLargeError(InvalidRequestError):
 
 class BodyTimeoutError(InvalidRequestError):
     """The HTTP body does not arrive."""
+
+
+class BodyTypeError(InvalidRequestError):
+    """The HTTP body has another media type than JSON, or is compressed."""
 
 
 class UnknownModelError(InvalidRequestError):
@@ -160,6 +165,8 @@ PRESENTATIONS: Mapping[type[TandemError], Presentation] = MappingProxyType(
             _CODES.INVALID_ARGUMENT, 413, _INVALID, "request_too_large", Outcome.INVALID),
         BodyTimeoutError: Presentation(
             _CODES.INVALID_ARGUMENT, 408, _INVALID, "request_timeout", Outcome.INVALID),
+        BodyTypeError: Presentation(
+            _CODES.INVALID_ARGUMENT, 415, _INVALID, "unsupported_media_type", Outcome.INVALID),
         UnknownModelError: Presentation(
             _CODES.NOT_FOUND, 404, _INVALID, "model_not_found", Outcome.INVALID),
         AnswerNotFoundError: Presentation(

@@ -224,6 +224,42 @@ async def test_an_http_body_without_a_key_is_not_read(pods, gateway, keys_file):
     writer.close()
 
 
+BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}).encode()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"])
+async def test_a_body_that_a_page_of_another_site_may_send_is_refused(path, pods, gateway):
+    pod = await pods()
+    front = await gateway(pod)
+    for headers in (
+        {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"},
+        {"content-type": ""},
+        {"content-type": "application/json", "content-encoding": "gzip"},
+    ):  # fmt: skip
+        origin = {"origin": "https://evil.example"}
+        refused = await front.http.post(path, content=BODY, headers={**headers, **origin})
+        assert refused.status_code == 415
+        assert "application/json" in refused.text or "uncompressed" in refused.text
+    assert not pod.requests
+
+
+async def test_a_stream_has_its_status_before_a_late_first_token(pods, gateway, monkeypatch):
+    monkeypatch.setattr("tandem_gateway.edge.openai_api._STATUS_S", 0.1)
+    pod = await pods(pause_s=0.6)
+    front = await gateway(pod)
+    began = time.monotonic()
+    async with front.http.stream("POST", CHAT, json={"messages": USER, "stream": True}) as response:
+        assert response.status_code == 200
+        assert time.monotonic() - began < 0.5
+        assert "Hello" in "".join([part async for part in response.aiter_text()])
+    pod.fail_with, pod.fail_after = grpc.StatusCode.INVALID_ARGUMENT, 1
+    async with front.http.stream("POST", CHAT, json={"messages": USER, "stream": True}) as response:
+        assert response.status_code == 200
+        text = "".join([part async for part in response.aiter_text()])
+    assert "says no" in text
+    assert "[DONE]" not in text
+
+
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(pods, gateway, monkeypatch):
     front = await gateway(await pods())
     tokenizer = front.process.gateway.tokenizer
@@ -253,7 +289,10 @@ HALF_SENT = {
     "nothing": b"",
     "half a line": b"POST /v1/chat",
     "half the headers": b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-",
-    "half the body": b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{",
+    "half the body": (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: 50\r\n\r\n{"
+    ),
     "half of a second request": b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /health HT",
 }
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from tandem_core.errors import quoted
 
 from tandem_gateway.call.gateway import Gateway, max_message_bytes
 from tandem_gateway.edge.json_structure import JsonLimits, check_structure
-from tandem_gateway.errors import BodyTimeoutError, BodyTooLargeError
+from tandem_gateway.errors import BodyTimeoutError, BodyTooLargeError, BodyTypeError
 
 
 def max_body_bytes(gateway: Gateway, *, is_json: bool = True) -> int:
@@ -16,10 +18,22 @@ def max_body_bytes(gateway: Gateway, *, is_json: bool = True) -> int:
 
 
 async def read_body(request: Request, gateway: Gateway) -> bytes:
-    """Reads a JSON body. Raises BodyTooLargeError, BodyTimeoutError, InvalidRequestError."""
+    """Reads a JSON body. Raises BodyTypeError, BodyTooLargeError, BodyTimeoutError, InvalidRequestError."""
+    _check_type(request.headers)
     body = await read_bytes(request, max_body_bytes(gateway), gateway.settings.read_timeout_s)
     await check_values(body, gateway)
     return body
+
+
+def _check_type(headers: Headers) -> None:
+    """Raises BodyTypeError. A page of another site can send other types than JSON to a gateway without keys,
+    and no browser would ask the gateway first."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise BodyTypeError("content-type", f"is {quoted(kind)}; send application/json")
+    coding = headers.get("content-encoding", "identity").lower()
+    if coding != "identity":
+        raise BodyTypeError("content-encoding", f"is {quoted(coding)}; send the body uncompressed")
 
 
 async def check_values(body: bytes, gateway: Gateway) -> None:
