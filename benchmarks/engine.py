@@ -89,12 +89,12 @@ class Report:
         table = markdown_table(["load", *columns], lines)
         notes = (
             f"{self.model}, {OUTPUT_TOKENS} output tokens, greedy. Cells are TTFT p50 / TPOT p50 in ms / "
-            "output tokens per second of wall time; the systems take turns on the same prompts. Prefix "
-            "caches are on where a system has one (transformers has none); only loads with shared tokens hit "
+            "output tokens per second of wall time; the systems take turns on equal prompts. Prefix caches "
+            "are on in all systems but transformers, which has none; only loads with shared tokens hit "
             'them. "Drafts" is each system\'s own n-gram or prompt-lookup speculation.\n\n'
-            "Floors are lower bounds without drafts: the maximum of reading weights and KV once and of the "
-            f"multiply-adds. This machine {self.peaks}. llama.cpp, and Tandem without --dtype, use the "
-            "file's weights.\n\n"
+            "Floors are lower bounds without drafts: the time to read weights and KV once, or to compute the "
+            f"multiply-adds if longer. This machine {self.peaks}. llama.cpp, and Tandem without --dtype, use "
+            "the file's weights.\n\n"
             "ITL is the median time between two messages of a running stream in ms: alone / during a long "
             "prompt.\n"
         )

@@ -242,8 +242,8 @@ def report(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     modes = (f"{name} {sum(outcome.modes[name] for outcome in outcomes):,}" for name in SAMPLING)
     return (
         markdown_table(HEAD, rows),
-        f"{total:,} tokens without drafts, each compared with {len(MODES)} runs with drafts: "
-        f"{num_differing(outcomes)} differ. By sampling: {'; '.join(modes)}.",
+        f"{total:,} tokens without drafts are compared with {len(MODES)} runs with drafts: "
+        f"{num_differing(outcomes)} differ. Sampling: {'; '.join(modes)}.",
     )
 
 

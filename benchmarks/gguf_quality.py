@@ -372,7 +372,7 @@ def main() -> None:
     options = parser.parse_args()
     notes = (
         f"{LLAMA_CPP.requirements[0]}; {options.dialogues} dialogues of at most {options.tokens} tokens. "
-        + ("Both compute the file's values in float32." if options.float32 else "Both compute as by default.")
+        + ("Both compute the file's values in float32." if options.float32 else "Both use their defaults.")
     )
     rows = []
     for row in measure(LlamaCpp(), options):

@@ -233,7 +233,7 @@ def main() -> None:
         table(("context", "sequences", "cache"), "n", "SDPA", attention, peaks),
         table(("weights",), "M", "F.linear", projections, peaks),
     ]
-    notes = f"Times are those of all {options.layers} layers. This machine {peaks}."
+    notes = f"Times are sums over all {options.layers} layers. This machine {peaks}."
     write_page(options.out, "CPU kernels and torch", "\n\n".join(tables), notes)
 
 

@@ -76,8 +76,8 @@ class Sweep:
         notes = (
             f"{options.model}, Poisson arrivals, {options.num_requests} requests in each of {self._rounds} "
             f"rounds, prompts of {options.input_tokens} tokens, {options.max_tokens} output tokens, greedy. "
-            f"Objectives: {describe_objectives(slo)}. Counts are of all rounds, "
-            f"other figures medians over them.\n{missing}"
+            f"Objectives: {describe_objectives(slo)}. Counts are sums over rounds, "
+            f"other figures medians.\n{missing}"
         )
         title = "TTFT, TPOT and goodput over the request rate"
         self._out.write_text(page(title, rate_table(self.runs), notes))

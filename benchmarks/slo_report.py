@@ -27,13 +27,13 @@ FRESH = "fresh"
 #: Before a part's name: refused requests that were sent again behind all others.
 PROBE = "refused in "
 READING = """\
-"Of admitted" is the share of the requests not refused that met their objectives by the client's clock:
-those of the class, and in brackets those that the receipt names, which the gateway widens where the
-machine could not meet them without load. Goodput is requests/s in time; "of peak" is its share of the
-configuration's highest with these arrivals. Refusals are as the client sees them. "Wrongly": some of the
-refused requests were sent again at once in a class without objectives, which comes after all others; of
-these those that met the objectives of their own class even so. A prediction held when the gateway measured at
-most what it had predicted at admission; a calibrated p90 holds for 90 %."""
+"Of admitted": share of the requests not refused that met the objectives of their class by the client's clock;
+in brackets those of the receipt, which the gateway widens if the machine could not meet them without load.
+Goodput is requests/s in time; "of peak" is its share of the configuration's highest goodput with these
+arrivals. Refusal times are measured by the client. "Wrongly": a sample of refused requests is sent again at
+once at lowest priority (without objectives); those that meet the objectives of their class were refused
+wrongly. A prediction held if the time that the gateway measured was at most the prediction at admission; a
+calibrated p90 holds for 90 %."""
 
 
 def finish(runs: Sequence[Run], out: Path, plot: Path | None) -> None:
@@ -247,8 +247,8 @@ def fairness_table(runs: Sequence[Run]) -> str:
         )
     head = (
         "configuration", "others' TTFT s p50 / p99, of classes with objectives: alone",
-        "the third tenant sends its share", "and four times as much", "p99 ratio of the last two",
-        "these in time", "Jain, of the fair share",
+        "the third tenant sends its share", "it sends four times its share", "p99 ratio of the last two",
+        "others in time", "Jain, of the fair share",
         "Jain, of goodput",
     )  # fmt: skip
     return markdown_table(head, rows) if rows else ""

@@ -116,7 +116,7 @@ def simulator(
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--noise", type=float, default=0.0, help="standard deviation of the logarithm of a step's time")
-    add("--drift", type=float, default=0.0, help="the same of the machine's changes over ten seconds")
+    add("--drift", type=float, default=0.0, help="as --noise, of the machine's speed over ten seconds")
     add(
         "--right-guesses",
         type=float,
