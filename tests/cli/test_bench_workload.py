@@ -174,7 +174,7 @@ def test_without_a_trace_the_load_decides_the_schedule() -> None:
     ("changes", "complaint"),
     [
         ({"rate_scale": 2.0}, "--rate-scale changes the speed of a --trace"),
-        ({"trace": Path("t"), "rate_scale": 2.0}, "both say how fast"),
+        ({"trace": Path("t"), "rate_scale": 2.0}, "both set the speed"),
         ({"trace": Path("t"), "burstiness": 2.0}, "leave out --burstiness"),
         ({"trace": Path("t"), "rate": None, "concurrency": 2}, "not --concurrency"),
         ({"burstiness": 0.0}, "--burstiness 0: give a number above 0"),

@@ -270,7 +270,7 @@ async def test_kv_that_a_prefill_pod_cannot_send_is_named(tiny_model: Path) -> N
         assert finding.where == "KV from prefill pod p0 at 127.0.0.1:1 to " + pod(found, Role.DECODE).where
         short = with_status(Role.DECODE, local_prefill_tokens=2000)(found)
         (finding,) = await found_by(kv_path, short)
-        assert "was not tried" in finding.what
+        assert "Not tested" in finding.what
         assert finding.severity == "warning"
 
 

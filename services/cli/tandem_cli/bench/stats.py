@@ -100,7 +100,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class Fairness:
-    """Jain's index over tenants: 1 when all have the same, 1/n when one has all.
+    """Jain's index over tenants: 1 if all are equal, 1/n if one of n has everything.
 
     The first index is over goodput in tokens; the second over requests within their SLO, divided by the
     tenant's fair share of them. The fair share is max-min: the total is divided equally, and a share that a
