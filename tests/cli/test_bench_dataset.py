@@ -36,7 +36,7 @@ def test_displayed_messages_split_where_a_line_begins_with_a_role() -> None:
     )
 
 
-def test_turns_are_taken_as_they_are_and_blank_lines_skipped(tmp_path: Path) -> None:
+def test_turns_are_unchanged_and_blank_lines_skipped(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
     path = tmp_path / "d.jsonl"
     path.write_text("\n" + json.dumps({"id": "a", "group": "g", "turns": turns}) + "\n\n")
@@ -78,7 +78,7 @@ def test_a_malformed_line_is_named_by_its_number(tmp_path: Path) -> None:
         ("", "d holds no dialogue"),
     ],
 )
-def test_a_line_that_is_no_dialogue_is_named(line: str, complaint: str) -> None:
+def test_a_line_without_a_dialogue_is_named(line: str, complaint: str) -> None:
     with pytest.raises(DatasetError, match=complaint):
         parse_dialogues(line, "d")
 

@@ -102,7 +102,7 @@ def system(tiny_model: Path) -> System:
     return asyncio.run(ask())
 
 
-async def test_nothing_is_wrong_with_a_healthy_system(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_healthy_system_has_no_findings(tiny_model: Path, tmp_path: Path) -> None:
     """Two gateways that share a Redis, TLS between pods."""
     certificates.prepare(tmp_path / "tls")
     server = RedisServer(tmp_path / "redis")
@@ -227,7 +227,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.check}: {fault.says}")
-def test_a_fault_in_what_is_said_is_named_and_nothing_else(system: System, fault: Fault) -> None:
+def test_exactly_the_reported_fault_is_found(system: System, fault: Fault) -> None:
     assert list(run_checks(SYSTEM_CHECKS, system)) == []
     findings = list(run_checks(SYSTEM_CHECKS, fault.seed(system)))
     assert {one.check for one in findings} == {fault.check}, findings
@@ -239,7 +239,7 @@ def test_every_check_of_a_system_has_a_seeded_fault() -> None:
     assert {check.__name__.replace("_", "-") for check in SYSTEM_CHECKS} == {one.check for one in FAULTS}
 
 
-def test_a_strict_class_is_an_error_and_another_a_warning(system: System) -> None:
+def test_an_objective_that_no_pod_meets_is_an_error_only_if_strict(system: System) -> None:
     for is_strict, severity in ((True, "error"), (False, "warning")):
         seeded = with_class(SloTarget("fast", ttft_s=1e-6, is_strict=is_strict))(system)
         (finding,) = run_checks(SYSTEM_CHECKS, seeded)
@@ -274,7 +274,7 @@ async def test_kv_that_a_prefill_pod_cannot_send_is_named(tiny_model: Path) -> N
         assert finding.severity == "warning"
 
 
-async def test_an_operator_s_certificate_cannot_try_the_kv_path(tiny_model: Path, tmp_path: Path) -> None:
+async def test_an_operator_s_certificate_cannot_test_the_kv_path(tiny_model: Path, tmp_path: Path) -> None:
     certificates.prepare(tmp_path)
     async with running(tiny_model, tls_dir=tmp_path) as targets:
         access = Access(PodTls(certificate_files(tmp_path, Role.OPERATOR)))
@@ -300,11 +300,11 @@ class TestRedis:
     async def rights(self, url: str) -> list[Finding]:
         return await found_by(redis_rights, System(Access(), (), (), (), RedisAddress(url)))
 
-    async def test_it_must_answer(self, tmp_path: Path) -> None:
+    async def test_redis_must_answer(self, tmp_path: Path) -> None:
         (finding,) = await self.rights(f"unix://{tmp_path}/none.sock")
         assert "does not answer" in finding.what
 
-    async def test_a_user_s_missing_rights_and_an_eviction_policy_are_named(self, tmp_path: Path) -> None:
+    async def test_missing_redis_rights_and_an_eviction_policy_are_named(self, tmp_path: Path) -> None:
         server = RedisServer(tmp_path / "redis")
         await server.start()
         try:

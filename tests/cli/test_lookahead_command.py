@@ -101,7 +101,7 @@ async def test_a_warm_namespace_moves_to_a_new_cluster_and_is_purged_in_the_old(
     assert new.mirror.num_tokens == 20
 
 
-async def test_what_goes_wrong_is_one_sentence(clusters, tmp_path):
+async def test_errors_are_one_sentence(clusters, tmp_path):
     old, new = clusters
     await old.say_twice()
     file = tmp_path / "acme.snapshot"

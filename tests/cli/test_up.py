@@ -141,7 +141,7 @@ def up(python: Path, *arguments: str, stdout: int | None = None) -> Iterator[Up]
         process.wait()
 
 
-def test_a_fleet_from_start_to_end(installation: Path) -> None:
+def test_a_fleet_starts_serves_and_ends(installation: Path) -> None:
     with up(installation, "--decode", "2") as fleet:
         ready = fleet.wait_for(lambda state: state.ready)
         assert ready.supervisor_pid == fleet.process.pid
@@ -177,7 +177,7 @@ def test_a_fleet_from_start_to_end(installation: Path) -> None:
         assert drained[-1] == "lookahead"
 
 
-def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(installation: Path) -> None:
+def test_a_fleet_that_cannot_start_names_the_reason_and_leaves_no_process(installation: Path) -> None:
     with up(installation, "--set", "decode.crash=2") as fleet:
         assert fleet.process.wait(30) == 1
         assert "decode-0 cannot start: it ended with code 2" in fleet.log()
@@ -193,7 +193,7 @@ def kill_decode_pod(fleet: Up, state: FleetRecord) -> None:
     wait_until(lambda: asyncio.run(health.check(target)) is Health.SERVING, limit_s=30, interval_s=0.1)
 
 
-def test_a_fleet_restarts_pods_when_the_reader_of_its_log_is_gone(installation: Path) -> None:
+def test_a_fleet_restarts_pods_after_the_reader_of_its_log_closed(installation: Path) -> None:
     reader, writer = os.pipe()
     with up(installation, "--decode", "1", stdout=writer) as fleet:
         os.close(writer)

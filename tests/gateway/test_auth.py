@@ -56,7 +56,7 @@ async def test_http_requires_a_known_key(pods, gateway, keys_file):
     assert pod.requests[0].tenant == "acme"
 
 
-async def test_only_an_operator_sees_which_prompts_pods_compute(pods, gateway, tmp_path):
+async def test_only_operators_see_the_prompts_that_pods_compute(pods, gateway, tmp_path):
     """Their ids are chosen by the clients of all tenants."""
     path = tmp_path / "keys"
     path.write_text(f"{line('user-key', 'acme')}\n{line('boss-key', 'boss', operator=True)}\n")
@@ -159,7 +159,7 @@ def test_limits_belong_to_the_tenant_and_not_to_a_line(field, tmp_path):
         ApiKeys.load(path)
 
 
-def test_who_may_call_is_one_sentence(tmp_path):
+def test_the_log_names_who_may_call_in_one_sentence(tmp_path):
     assert ApiKeys.load(None).described() == "no API keys: everyone who reaches the ports may use the models"
     path = tmp_path / "keys"
     path.write_text(f"{line('a', 'acme')}\n{line('b', 'acme')}\n{line('c', 'blue')}\n")
@@ -173,7 +173,7 @@ def test_a_key_has_one_line(tmp_path):
         ApiKeys.load(path)
 
 
-def test_a_file_is_read_again_only_when_it_is_no_longer_written(tmp_path):
+def test_a_file_that_is_being_written_is_not_read_again(tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"{line('a', 'acme')}\n{line('b', 'acme')}\n")
     keys = ApiKeys.load(path)

@@ -25,7 +25,7 @@ server.wait_for_termination()
 """
 
 
-def test_a_stopped_server_is_noticed_by_its_pings() -> None:
+def test_pings_detect_a_stopped_server() -> None:
     """It takes two seconds; without the limit for pings a minute."""
     with subprocess.Popen([sys.executable, "-P", "-c", SERVER], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None

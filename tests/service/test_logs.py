@@ -23,7 +23,7 @@ def _lines(capsys) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
 
-def test_json_lines_say_who_and_for_which_request(capsys):
+def test_json_lines_name_process_and_request(capsys):
     logs.configure(PodSettings(log_format="json", pod_id="d-1"), "decode")
     structlog.contextvars.bind_contextvars(request_id="r-9")
     structlog.get_logger("tandem.test").info("joined", tokens=3)

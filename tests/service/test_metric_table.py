@@ -15,7 +15,7 @@ from tandem_service.metric_twins import serve_twins
 from tandem_service.metrics import new_registry
 
 
-def test_a_name_stands_once_and_says_what_it_is() -> None:
+def test_each_name_is_unique_and_described() -> None:
     series = [name for row in TABLE for name in row.series]
     assert len(series) == len(set(series))
     for row in TABLE:

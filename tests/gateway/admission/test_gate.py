@@ -65,7 +65,7 @@ class TestOwnObjectives:
             text = str(refusal(system, asked))
         assert f"predicted after {p50:.2f} s (p90 {p90:.2f} s); p90 exceeds its objective of 1.3 s" in text
 
-    async def test_time_that_has_passed_counts(self, system, clock):
+    async def test_time_since_arrival_counts(self, system, clock):
         async with system.running(request(LOOSE), num_tokens=1):
             asked = request()
             clock.now += 0.9
@@ -110,7 +110,7 @@ class TestOwnObjectives:
             with pytest.raises(OverloadedError, match=r"first token is predicted after 0\.9\d s"):
                 system.decide(request(), 2, 800)
 
-    async def test_the_wait_for_places_is_predicted_for_as_many_as_there_are_choices(self, make_system):
+    async def test_the_predicted_wait_is_for_a_place_per_choice(self, make_system):
         system = make_system(max_in_flight=4)
         async with system.running(request(LOOSE)), system.running(request(LOOSE), 2):
             one, two = (system.decide(request(LOOSE), num_places) for num_places in (1, 2))
@@ -147,7 +147,9 @@ class TestKindsOfObjectives:
             with pytest.raises(OverloadedError, match=r"objective of 0\.3 s"):
                 system.decide(request(replace(SLO, ttft_s=0.05)))
 
-    async def test_without_widening_such_a_request_runs_as_best_effort(self, make_system):
+    async def test_without_widening_a_request_that_cannot_meet_its_objectives_is_best_effort(
+        self, make_system
+    ):
         system = make_system(slack=0.0)
         async with system.running(request(LOOSE, num_prompt=1000)):
             admitted = system.decide(request(replace(SLO, ttft_s=0.05)))
@@ -179,14 +181,14 @@ class TestKindsOfObjectives:
 
 
 class TestIdleSystem:
-    async def test_objectives_that_it_meets_without_load_are_not_refused(self, system):
+    async def test_a_strict_request_that_an_idle_system_serves_in_time_is_admitted(self, system):
         tight = replace(SLO, ttft_s=0.12)  # the upper quantile is .16 s
         system.decide(request(tight))
         system.decide(request(replace(tight, is_strict=True)))
         async with system.running(request(LOOSE), num_tokens=1):
             assert refusal(system, request(tight)).reason is RefusalReason.TTFT
 
-    async def test_a_strict_request_measures_now_and_then_what_it_takes(self, system):
+    async def test_one_strict_request_per_period_measures_the_costs_again(self, system):
         asked = request(replace(STRICT, ttft_s=0.08))
         system.decide(asked)
         with pytest.raises(OverloadedError, match=r"first token is predicted after 0\.11 s") as info:
@@ -218,7 +220,7 @@ class TestWithoutPredictions:
             clock.now += 6.0
             assert system.decide(request()).forecast is None
 
-    async def test_no_more_run_than_the_pods_have_batch_slots(self, system):
+    async def test_without_predictions_at_most_the_pods_batch_slots_run(self, system):
         system.report(system.pods[0], is_known=False, max_batch=2)
         system.decide(request())
         queue = system.admission.queue
@@ -261,14 +263,14 @@ class TestOthers:
             else:
                 system.decide(request(LOOSE))
 
-    async def test_a_request_that_is_late_anyway_is_no_reason_to_refuse(self, system):
+    async def test_a_request_that_is_late_anyway_causes_no_refusal(self, system):
         async with system.running(request(SloTarget("chat", e2e_s=1.15)), num_tokens=1) as running:
             assert refusal(system, request(LOOSE)).reason is RefusalReason.OTHERS
             await system.pass_s(0.5)
             running.placed.gained(2, running.first_at)
             system.decide(request(LOOSE))
 
-    async def test_tokens_that_came_count(self, system):
+    async def test_received_tokens_shorten_the_prediction(self, system):
         async with system.running(request(SloTarget("chat", e2e_s=1.3)), num_tokens=1) as running:
             refusal(system, request(LOOSE))
             running.placed.gained(60, running.first_at)
@@ -295,7 +297,7 @@ class TestOthers:
 
 
 class TestBestEffort:
-    async def test_it_waits_while_it_would_make_another_one_late(self, system):
+    async def test_a_best_effort_request_waits_while_it_would_make_another_late(self, system):
         gate = system.admission.gate
         async with system.running(request(SloTarget("chat", e2e_s=1.6)), num_tokens=1) as running:
             waits = system.decide(request(BATCH))
@@ -304,7 +306,7 @@ class TestBestEffort:
             assert gate.may_begin(waits)
         assert gate.may_begin(waits)
 
-    async def test_it_does_not_wait_beyond_its_own_deadline(self, system):
+    async def test_a_best_effort_request_does_not_wait_beyond_its_deadline(self, system):
         may_begin, slo = system.admission.gate.may_begin, SloTarget("chat", e2e_s=120.0)
         async with system.running(request(slo, max_tokens=10_000), num_tokens=1) as running:
             waits = system.decide(request(BATCH))
@@ -314,7 +316,7 @@ class TestBestEffort:
             assert not may_begin(system.decide(request(BATCH)))
             assert may_begin(waits)
 
-    async def test_it_waits_next_to_requests_that_are_expected(self, system):
+    async def test_a_best_effort_request_waits_for_expected_requests(self, system):
         """Next to one more the end of the one that runs is in time, next to several it is not."""
         async with system.running(request(SloTarget("chat", e2e_s=2.4)), num_tokens=1):
             waits = system.decide(request(BATCH))
@@ -339,7 +341,7 @@ class TestRefusedClients:
             error = refusal(system, request(replace(SLO, e2e_s=1.2)))
         assert error.retry_after_s == pytest.approx(99 * 0.010 - 0.005)
 
-    async def test_they_come_back_one_after_the_other(self, system):
+    async def test_refused_clients_come_back_one_after_the_other(self, system):
         asked = [request(replace(SLO, e2e_s=1.2)) for _ in range(3)]
         async with system.running(request(LOOSE), num_tokens=1):
             first, second, third = (refusal(system, one).retry_after_s for one in asked)
@@ -359,7 +361,7 @@ class TestRefusedClients:
             with pytest.raises(OverloadedError, match="refused: "):
                 system.decide(again(asked))
 
-    async def test_a_client_that_is_refused_when_it_comes_back_reads_that(self, system):
+    async def test_the_refusal_of_a_returning_client_says_again(self, system):
         asked = request(replace(SLO, e2e_s=1.2))
         async with system.running(request(LOOSE, max_tokens=1000), num_tokens=1):
             retry_s = refusal(system, asked).retry_after_s
@@ -399,7 +401,7 @@ class TestNoisyTenants:
             system.decide(request(slo, tenant="quiet"))
             refusal(system, request(slo, tenant="noisy"))
 
-    async def test_a_quieter_tenant_may_make_others_late_if_that_is_not_likely(self, system):
+    async def test_a_quieter_tenant_is_admitted_unless_it_makes_others_likely_late(self, system):
         """1.27 s are left of the other one: 1.34 s, or 1.68 s by the upper quantile."""
         async with system.running(request(SloTarget("chat", e2e_s=1.6)), num_tokens=1):
             for number in range(10):
@@ -430,7 +432,7 @@ class TestNoisyTenants:
 
 
 class TestMeasures:
-    async def test_the_share_of_the_time_without_load_that_load_takes(self, system):
+    async def test_slack_used_is_the_mean_share_of_recent_requests(self, system):
         assert system.admission.gate.slack_used == 0
         async with system.running(request(BATCH), num_tokens=1):
             system.decide(request(BATCH))
@@ -447,7 +449,7 @@ class TestMeasures:
             await system.pass_s(11)
             assert system.admission.gate.slack_used == 0
 
-    async def test_a_later_request_changes_what_is_predicted_of_those_that_run(self, system, clock):
+    async def test_a_later_request_changes_the_predictions_of_running_ones(self, system, clock):
         """Five chunks of .1 s, of which the later one's comes before the last four."""
         async with system.running(request(LOOSE, num_prompt=500)) as running:
             placed = running.placed
@@ -457,7 +459,7 @@ class TestMeasures:
                 assert placed.first.model_s == pytest.approx(0.6, abs=0.01)
                 assert placed.end.model_s == pytest.approx(0.6 + 0.99, abs=0.01)
 
-    async def test_the_first_token_of_a_prompt_that_is_not_sent(self, make_system):
+    async def test_the_ttft_of_a_hypothetical_prompt_is_predicted(self, make_system):
         system = make_system()
         assert system.admission.gate.predicted_ttft_s(200) == pytest.approx(0.2 * MEDIAN)
         empty = make_system(num_pods=0)

@@ -102,11 +102,11 @@ async def run(
     await server.stop()
 
 
-async def test_each_token_comes_once_however_redis_fails(pods, gateway, monkeypatch, tmp_path):
+async def test_each_token_is_sent_once_when_redis_fails(pods, gateway, monkeypatch, tmp_path):
     await run(pods, gateway, monkeypatch, tmp_path / "redis", seed=0, number=3)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("seed", range(1, 9))
-async def test_each_token_comes_once_in_many_runs(pods, gateway, monkeypatch, tmp_path, seed):
+async def test_each_token_is_sent_once_in_many_runs(pods, gateway, monkeypatch, tmp_path, seed):
     await run(pods, gateway, monkeypatch, tmp_path / "redis", seed, number=30)

@@ -150,7 +150,7 @@ async def test_a_move_to_another_pod_is_shown(pods, gateway):
     await data_until(front, is_gone)
 
 
-async def test_only_an_operators_key_shows_the_requests_of_all(pods, gateway, tmp_path):
+async def test_only_an_operators_key_shows_requests_of_all_tenants(pods, gateway, tmp_path):
     lines = [
         {"key_sha256": hashlib.sha256(b"acme-key").hexdigest(), "tenant": "acme"},
         {"key_sha256": hashlib.sha256(b"ops-key").hexdigest(), "tenant": "ops", "operator": True},
@@ -239,7 +239,7 @@ def add(log: EndedRequests, name: str, outcome: Outcome = Outcome.OK, **fields: 
     log.add(request, outcome, common_pb2.Receipt(**fields) if fields else None, was_admitted=True)
 
 
-def test_of_many_requests_those_that_missed_their_slo_are_shown_and_refused_ones_last():
+def test_of_many_requests_slo_misses_are_shown_first_and_refused_ones_last():
     log = EndedRequests()
     add(log, "refused", Outcome.REFUSED)
     for number in range(SHOWN_PER_SECOND):
@@ -255,7 +255,7 @@ def test_of_many_requests_those_that_missed_their_slo_are_shown_and_refused_ones
     assert log.take() == ([], None)
 
 
-def test_predicted_times_are_compared_with_those_of_the_same_requests():
+def test_predicted_and_measured_times_are_of_the_same_requests():
     log = EndedRequests()
     for ttft_ms, p50_ms, p90_ms in ((100, 120, 180), (300, 200, 400), (200, 150, 220)):
         nanoseconds = [value * 1_000_000 for value in (ttft_ms, p50_ms, p90_ms)]

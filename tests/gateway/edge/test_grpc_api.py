@@ -176,7 +176,7 @@ async def test_too_many_bytes_are_refused_before_they_are_parsed(pods, gateway, 
     assert pod.requests == []
 
 
-async def test_an_unknown_model_is_not_found_and_the_served_one_named(pods, gateway):
+async def test_an_unknown_model_is_not_found_and_the_error_names_the_served_one(pods, gateway):
     front = await gateway(await pods())
     error = await _error(front.grpc.Chat(gateway_pb2.ChatRequest(model="gpt-4", messages=USER)))
     assert error.code() is grpc.StatusCode.NOT_FOUND

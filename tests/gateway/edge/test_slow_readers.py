@@ -28,7 +28,7 @@ class Source:
             self.closed = True
 
 
-async def test_an_http_client_that_stops_reading_counts_as_gone():
+async def test_an_http_client_that_stops_reading_counts_as_disconnected():
     source = Source()
     events = source.events()
     sent = []
