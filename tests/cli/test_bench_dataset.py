@@ -44,7 +44,7 @@ def test_turns_are_unchanged_and_blank_lines_skipped(tmp_path: Path) -> None:
 
 
 def test_any_line_of_the_format_is_read(tmp_path: Path) -> None:
-    """A byte-order mark, Windows' line ends, no id or group, and separators that JSON allows in a string."""
+    """A byte-order mark, Windows line ends, no id or group, and line separators within JSON strings."""
     turns = '[{"role": "user", "content": "a\u2028b\u0085c"}]'
     path = tmp_path / "d.jsonl"
     path.write_bytes(

@@ -1,4 +1,4 @@
-"""Traces of three forms, and what is said of a file that is none."""
+"""Traces of three formats, and errors for other files."""
 
 from __future__ import annotations
 

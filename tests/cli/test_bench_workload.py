@@ -1,4 +1,4 @@
-"""Requests of mixed classes and tenants, of traces, and when they leave."""
+"""Requests of mixed classes and tenants and of traces, and their send times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the slash commands of `tandem chat` do to the conversation."""
+"""The slash commands of `tandem chat` change the conversation."""
 
 from __future__ import annotations
 

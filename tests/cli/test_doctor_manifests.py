@@ -1,4 +1,4 @@
-"""`tandem doctor` on manifests: each seeded fault is named, and nothing else; the overlays have none."""
+"""`tandem doctor` on manifests: exactly the seeded fault is found; the overlays have none."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_settings_in_flags_secrets_and_next_to_sidecars_are_read() -> None:
     # A flag wins over the variable; a sidecar may come first.
     manifests.container("decode")["args"] = ["--drain-s=900", "--max-batch", "8", "--insecure"]
     manifests.pod("decode")["containers"].insert(0, {"name": "proxy", "image": "proxy:1"})
-    # Values that are not here are not judged.
+    # Values outside the manifests are not checked.
     variables = manifests.container("prefill")["env"]
     reference = {"secretKeyRef": {"name": "tandem-redis", "key": "password"}}
     variables.append({"name": "TANDEM_MAX_BATCH", "valueFrom": reference})

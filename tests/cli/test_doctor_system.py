@@ -1,5 +1,5 @@
-"""`tandem doctor` on a running system: real pods and gateways in this process, and faults in what they say
-or in how they are connected."""
+"""`tandem doctor` on a running system: real pods and gateways in this process, with faults in their reports
+or their connections."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def role_tls(folder: Path | None, role: Role) -> dict[str, object]:
 
 
 async def healthy(targets: list[str], access: Access, address: RedisAddress | None = None) -> System:
-    """The system, once each gateway uses both pods."""
+    """Waits until each gateway uses both pods; returns the system."""
     found: list[System] = []
 
     async def is_there() -> bool:
@@ -93,7 +93,7 @@ async def healthy(targets: list[str], access: Access, address: RedisAddress | No
 
 @pytest.fixture(scope="module")
 def system(tiny_model: Path) -> System:
-    """What a healthy one has said."""
+    """The status of a healthy system."""
 
     async def ask() -> System:
         async with running(tiny_model) as targets:
@@ -119,7 +119,7 @@ async def test_a_healthy_system_has_no_findings(tiny_model: Path, tmp_path: Path
         await server.stop()
 
 
-# -- what the processes say ------------------------------------------------------------------------
+# -- reports of the processes ----------------------------------------------------------------------
 
 
 def pod(system: System, role: Role) -> Pod:
@@ -252,7 +252,7 @@ def test_pods_that_report_no_costs_are_not_judged(system: System) -> None:
     assert list(run_checks(SYSTEM_CHECKS, silent)) == []
 
 
-# -- what only a trial shows -----------------------------------------------------------------------
+# -- trials ----------------------------------------------------------------------------------------
 
 
 async def found_by(probe: Callable[[System], AsyncIterator[Finding]], system: System) -> list[Finding]:
@@ -281,7 +281,7 @@ async def test_an_operator_s_certificate_cannot_test_the_kv_path(tiny_model: Pat
         (finding,) = await found_by(kv_path, await healthy(targets, access))
         assert "PERMISSION_DENIED" in finding.what
         assert "certificate of a gateway" in finding.remedy
-        # Without any, no pod answers.
+        # Without a certificate, no pod answers.
         plain = await ask_by_gateways(targets, Access(), None)
         findings = list(run_checks(SYSTEM_CHECKS, plain))
         assert [one.check for one in findings] == ["reachable", "reachable"]

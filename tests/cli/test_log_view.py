@@ -1,4 +1,4 @@
-"""The merged log of `tandem up`: a line that cannot be written is lost, and nothing else."""
+"""The merged log of `tandem up`: only lines that cannot be written are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as its users meet it: real processes, real exit codes."""
+"""The command line in real processes with real exit codes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tandem(*arguments: str, home: Path, timeout_s: float = 60) -> subprocess.Com
 
 
 def fake_model(folder: Path) -> Path:
-    """A model folder as far as `tandem up` looks at it before it starts pods."""
+    """A model folder with the files that `tandem up` reads before it starts pods."""
     make_folder(folder, name=folder.name)
     (folder / "model-float32.safetensors").touch()
     models.note_prepared(folder, "auto", "auto", "model-float32.safetensors")

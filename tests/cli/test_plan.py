@@ -96,7 +96,7 @@ def test_prompts_slow_decoding_only_on_pods_that_do_both() -> None:
 
 def test_decode_pods_compute_short_prompts_themselves() -> None:
     local = {"local_prefill_tokens": 384, "idle_prefill_tokens": 512, "chunk_size": 1000}
-    # While the pod is idle, up to 512 tokens; beside another sequence, whose step they lengthen, up to 384.
+    # Up to 512 tokens while the pod is idle; up to 384 during decoding, whose steps they lengthen.
     first, short, long = simulate(
         fleet(1, 1, **local), [request(output=200), request(0.6, prompt=300), request(2.5, prompt=400)]
     )
@@ -122,7 +122,7 @@ def test_a_step_takes_prompts_up_to_the_token_limit() -> None:
 def test_a_step_that_decodes_takes_prompt_tokens_up_to_the_limit() -> None:
     load = [request(prompt=100, output=6), request(0.05, prompt=400, output=1)]
     large, small = (simulate(fleet(0, 1, enough_prompt_tokens=enough), load) for enough in (0, 100))
-    # The text has a token after the whole prompt, or after each 100 tokens of it.
+    # The sequence gains a token after the whole prompt, or after each 100 tokens of it.
     assert large[0].e2e_s == pytest.approx(0.1 + 0.4 + 4 * 0.011, abs=0.005)
     assert small[0].e2e_s == pytest.approx(0.1 + 0.4 + 0.011, abs=0.005)
     assert small[1].ttft_s == pytest.approx(large[1].ttft_s, abs=0.005)
@@ -131,7 +131,7 @@ def test_a_step_that_decodes_takes_prompt_tokens_up_to_the_limit() -> None:
 def test_pods_that_share_a_machine_slow_each_other() -> None:
     shared = fleet(1, 1, contention=Contention(prefill=3.0, decode=2.0))
     text, prompt = simulate(shared, [request(prompt=100, output=101), request(1.2, prompt=100, output=1)])
-    # The prompt comes when the text has ended.
+    # The prompt arrives when the sequence has ended.
     assert text.e2e_s == pytest.approx(0.1 + 100 * 0.011)
     assert prompt.ttft_s == pytest.approx(0.1)
     text, prompt = simulate(shared, [request(prompt=100, output=201), request(0.5, prompt=500, output=1)])
@@ -145,7 +145,7 @@ def test_mixed_steps_multiplies_the_sum_of_both_costs() -> None:
     (text, prompt), (slower_text, slower_prompt) = (
         simulate(fleet(0, 1, mixed_steps=factor), requests) for factor in (1.0, 2.0)
     )
-    # One step has both: the prompt's tenth of a second and what the text adds to it.
+    # One step has both: the prompt's tenth of a second and the time of the sequence.
     assert slower_prompt.ttft_s - prompt.ttft_s == pytest.approx(0.1, abs=0.015)
     assert slower_text.e2e_s - text.e2e_s == pytest.approx(0.1, abs=0.015)
     assert slower_text.ttft_s == text.ttft_s, "a prompt alone is none of these"

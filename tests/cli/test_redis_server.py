@@ -1,4 +1,4 @@
-"""The Redis server of `tandem up`: which program runs, and what a kill -9 costs."""
+"""The Redis server of `tandem up`: the choice of the program, and a kill -9."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem scaler` against an API server: who decides, what it sets, and what it does when things fail."""
+"""`tandem scaler` against an API server: leadership, replicas and failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POLICY = Policy(Bounds(0, 8), Bounds(0, 8), settle_s=2.0, window_s=1.0)
 
 
 class Scaler:
-    """A scaler in this process whose decisions the test asks for one by one."""
+    """A scaler in this process that decides when the test calls it."""
 
     def __init__(
         self, fleet: ScalerFleet, api: client.ApiClient, name: str = "one", lease_s: float = 60.0
@@ -51,7 +51,7 @@ class Scaler:
         )
 
     async def tick(self, requests: int = 0, seconds: float = 0.1) -> Decision | None:
-        """Requests come, and a decision is made."""
+        """Counts requests, then decides."""
         self.fleet.load(requests)
         await asyncio.sleep(seconds)
         return await self.controller.tick()
@@ -247,7 +247,7 @@ async def test_an_idle_fleet_is_scaled_to_zero_and_a_held_request_brings_it_back
 
 
 class ScalerFleetWithoutPods:
-    """The same cluster after its pods have ended."""
+    """The cluster after its pods have ended."""
 
     def __init__(self, fleet: ScalerFleet) -> None:
         self.gateway, self.prefill, self.decode = fleet.gateway, list[ServedPod](), list[ServedPod]()

@@ -1,4 +1,4 @@
-"""The law of scaling: what it decides, and what it never does."""
+"""The scaling law: decisions and invariants."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def once(given_snapshot: Snapshot, memory: Memory | None = None) -> tuple[RoleDe
 
 
 def repeated(first: Snapshot, seconds: float, memory: Memory | None = None) -> tuple[tuple[int, int], Memory]:
-    """Decides each 15 s for so long; pods are ready as soon as they are wanted."""
+    """Decides every 15 s for this time; pods are ready as soon as they are wanted."""
     memory, current = memory or Memory(), first
     pods = (first.prefill.pods.wanted, first.decode.pods.wanted)
     for tick in range(int(seconds / TICK_S) + 1):

@@ -1,4 +1,4 @@
-"""What the scaler makes of the metrics of gateways and pods."""
+"""Snapshots from the metrics of gateways and pods."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_totals_continue_over_restarts_and_new_processes() -> None:
     for now, processes in (
         (0.0, {"a": 10.0}),
         (10.0, {"a": 30.0}),
-        (20.0, {"a": 5.0}),  # it has started again
-        (30.0, {"a": 6.0, "b": 1000.0}),  # b may have counted for days
+        (20.0, {"a": 5.0}),  # restarted
+        (30.0, {"a": 6.0, "b": 1000.0}),  # b is new to the scaler, so its counts may be old
         (40.0, {"b": 1003.0}),  # a did not answer
         (50.0, {"a": 9.0, "b": 1003.0}),
     ):

@@ -48,7 +48,7 @@ def spec(name: str, code: str, *arguments: str) -> ProcessSpec:
 
 
 class Watched:
-    """A supervisor with what it reported. A process counts as ready once it has printed a line."""
+    """A supervisor and its reports. A process counts as ready once it has printed a line."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Watched:
         return Health.SERVING if ready else Health.NOT_SERVING
 
     def pids(self, name: str) -> list[int]:
-        """Empty while it is dead."""
+        """Empty while the process is dead."""
         return [c.pid for c in self.supervisor.children if c.spec.name == name and c.pid is not None]
 
     def pid(self, name: str) -> int:
@@ -151,7 +151,7 @@ async def test_a_process_that_falls_silent_is_killed_and_started_again() -> None
 async def test_a_process_that_drains_for_long_is_left_alone() -> None:
     async with running([spec("a", SLEEP)], policy=RestartPolicy(hung_after_s=0.1)) as watched:
         await watched.supervisor.wait_ready()
-        watched.lines.clear()  # it answers that it does not serve
+        watched.lines.clear()  # it reports that it does not serve
         await pause_async(1.5)
         assert not any("killed" in message for _, message in watched.events)
 
@@ -358,7 +358,7 @@ async def test_a_gateway_is_probed_at_a_port_without_callers() -> None:
         assert await health.probe(gateway) is Health.NOT_SERVING
         serving.set()
         assert await health.probe(gateway) is Health.SERVING
-        server._loop = asyncio.new_event_loop()  # one that never runs, as a hung one
+        server._loop = asyncio.new_event_loop()  # never runs, like a hung process
         assert await health.probe(gateway) is Health.SILENT
         server._loop.close()
     finally:

@@ -1,4 +1,4 @@
-"""`tandem top` reads the samples of a gateway's own endpoint and prints what they say."""
+"""`tandem top` reads and prints the samples of a gateway."""
 
 import asyncio
 import hashlib
@@ -55,7 +55,7 @@ def sample(number: int) -> Sample:
 @pytest.fixture
 async def serve(tmp_path: Path) -> AsyncIterator[Callable]:
     """`await serve(history)` serves a history as a gateway does; returns the address. With several histories
-    their gateways answer in turns."""
+    their gateways take turns."""
     servers = []
 
     async def refuse(request, error):

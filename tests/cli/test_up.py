@@ -73,7 +73,7 @@ def free_base_port() -> int:
 
 @pytest.fixture
 def installation(tmp_path: Path) -> Path:
-    """A virtual environment with this one's packages and pods of our own; returns its python."""
+    """A virtual environment with this one's packages and fake pods; returns its python."""
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "lib").symlink_to(Path(sys.prefix) / "lib")
@@ -185,7 +185,7 @@ def test_a_fleet_that_cannot_start_names_the_reason_and_leaves_no_process(instal
 
 
 def kill_decode_pod(fleet: Up, state: FleetRecord) -> None:
-    """And waits until another one serves."""
+    """Kills the decode pod and waits until its successor serves."""
     (pid,) = state.pids("decode")
     target = next(f"127.0.0.1:{pod.ports['grpc']}" for pod in state.pods if pod.role == "decode")
     os.kill(pid, signal.SIGKILL)

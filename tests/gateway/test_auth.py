@@ -1,4 +1,4 @@
-"""API keys: on both faces, tenants, SLO classes, and a keys file that says what is wrong with it."""
+"""API keys on both ports, tenants, SLO classes, and errors in the keys file."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ CHAT = "/v1/chat/completions"
 
 
 def line(key: str, tenant: str, **fields: object) -> str:
-    """Of a keys file."""
+    """A line of a keys file."""
     return json.dumps({"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant, **fields})
 
 
@@ -57,7 +57,7 @@ async def test_http_requires_a_known_key(pods, gateway, keys_file):
 
 
 async def test_only_operators_see_the_prompts_that_pods_compute(pods, gateway, tmp_path):
-    """Their ids are chosen by the clients of all tenants."""
+    """Clients of all tenants choose the ids of these prompts."""
     path = tmp_path / "keys"
     path.write_text(f"{line('user-key', 'acme')}\n{line('boss-key', 'boss', operator=True)}\n")
     front = await gateway(await pods(num_prompts=2), api_keys_file=path)
@@ -149,7 +149,7 @@ def test_a_tenant_has_one_weight(tmp_path):
 
 @pytest.mark.parametrize("field", ["max_requests", "tokens_per_minute"])
 def test_limits_belong_to_the_tenant_and_not_to_a_line(field, tmp_path):
-    """Otherwise a second key, as while a key is rotated, has none."""
+    """Otherwise a second key, for example during a key rotation, would have no limits."""
     path = tmp_path / "keys"
     path.write_text(f"{line('a', 'acme', **{field: 7})}\n{line('b', 'acme')}\n{line('c', 'blue')}\n")
     keys = ApiKeys.load(path)

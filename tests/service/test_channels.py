@@ -1,4 +1,4 @@
-"""A stream of a host that has stopped ends soon."""
+"""A stream from a stopped host ends soon."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ server.wait_for_termination()
 
 
 def test_pings_detect_a_stopped_server() -> None:
-    """It takes two seconds; without the limit for pings a minute."""
+    """It takes two seconds, and a minute without the limit for pings."""
     with subprocess.Popen([sys.executable, "-P", "-c", SERVER], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         with open_sync_channel(f"127.0.0.1:{int(server.stdout.readline())}") as channel:

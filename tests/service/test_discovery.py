@@ -1,4 +1,4 @@
-"""Discovery: addresses, names with several addresses, and DNS that fails for a while."""
+"""Discovery: addresses, names with several addresses, and temporary failures of DNS."""
 
 import asyncio
 import socket
@@ -64,7 +64,7 @@ async def test_the_last_answer_is_kept_while_dns_fails(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("error", [socket.EAI_NONAME, socket.EAI_NODATA])
 async def test_a_name_that_lost_its_addresses_has_no_pods(monkeypatch: pytest.MonkeyPatch, error: int):
-    """A role at zero: the second answer counts, since a single one may be a mistake."""
+    """A role scaled to zero: the second answer counts, because a single one may be a mistake."""
     dns = _FakeDns(monkeypatch)
     dns.error = error
     discovery = DnsDiscovery([parse_target("decode:21200")], refresh_s=0.0)

@@ -129,7 +129,7 @@ async def test_bookmarks_advance_the_version_without_changes(api: ApiStub) -> No
 
 @pytest.mark.parametrize("is_open", [True, False])
 async def test_an_expired_version_causes_a_new_list(api: ApiStub, followed: Followed, is_open: bool) -> None:
-    """410 comes as an event of the open watch, or as the answer to the next one."""
+    """410 is an event of the open watch, or the answer to the next one."""
     await until(lambda: "watch" in api.requests)
     if not is_open:
         await api.stop()

@@ -18,7 +18,7 @@ prefix = parent_death.command_prefix(signal.Signals(int(sys.argv[1])))
 child = subprocess.Popen([*prefix, *sys.argv[2:]], stdout=sys.stdout)
 time.sleep(60)
 """
-#: Says that it runs, and with which signal it ends.
+#: Prints that it runs, and the signal with which it ends.
 CHILD = """
 import os, pathlib, signal, sys, time
 def ended(number, frame):
@@ -60,7 +60,7 @@ def test_a_child_ends_when_its_parent_is_killed(
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists on Linux only")
 def test_a_command_whose_parent_has_ended_does_not_start(tmp_path: Path) -> None:
     *head, _ = parent_death.command_prefix(signal.SIGKILL)
-    # Not this process: as if the parent had died between fork and the request.
+    # Not this process, as if the parent had died between fork and the request.
     ended = subprocess.run([*head, "0", "touch", str(tmp_path / "started")], check=False)
     assert ended.returncode == 0
     assert not (tmp_path / "started").exists()

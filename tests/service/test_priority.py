@@ -85,7 +85,7 @@ def test_without_permission_the_priority_stays_and_a_line_is_logged(
 
 
 def test_a_gateway_parses_a_negative_value_as_a_separate_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    """As `tandem up` gives it."""
+    """The form that `tandem up` uses."""
     others = ["--model", "model", "--decode", "localhost:1"]
     assert load(GatewaySettings, [*others, "--nice", "-5"]).nice == -5
     with pytest.raises(SystemExit):

@@ -125,7 +125,7 @@ async def scrape(pod: Running) -> str:
 
 
 def get(pod: Running, path: str) -> tuple[int, str]:
-    """Of the port of the metrics."""
+    """GET from the metrics port."""
     url = f"http://127.0.0.1:{pod.server.metrics_port}{path}"
     try:
         with urllib.request.urlopen(url, timeout=10) as reply:
@@ -311,7 +311,7 @@ async def test_a_call_that_ends_while_a_response_waits_is_freed(ending: str, no_
 
 #: Field 1 of ChatRequest, a string: three bytes that are no UTF-8.
 NOT_UTF8 = b"\x0a\x03\xff\xfe\xfd"
-#: Field 1 announces 127 bytes and brings one.
+#: Field 1 announces 127 bytes and has one.
 CUT_SHORT = b"\x0a\x7fx"
 
 

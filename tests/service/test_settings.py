@@ -1,4 +1,4 @@
-"""Settings: flags win over environment, and a bad value is one sentence and exit code 2."""
+"""Settings: flags override the environment, and a bad value gives one sentence and exit code 2."""
 
 import pytest
 from role_settings import SETTINGS
@@ -91,7 +91,7 @@ def test_a_misspelt_variable_ends_the_start(variable, meant, monkeypatch: pytest
 
 @pytest.mark.parametrize("role", SETTINGS)
 def test_variables_of_other_programs_are_ignored(role, monkeypatch: pytest.MonkeyPatch, tmp_path):
-    """Those of other roles, those that Kubernetes makes of Services, and Tandem's that are no settings."""
+    """Variables of other roles, of Kubernetes Services, and of Tandem that are no settings."""
     own = SETTINGS[role].model_fields
     others = {field for cls in SETTINGS.values() for field in cls.model_fields} - set(own)
     services = {

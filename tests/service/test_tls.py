@@ -91,7 +91,7 @@ async def outcome(server: PodServer, tls: PodTls | None, method: str = "Decode")
 
 
 def trusting_both(tmp_path: Path, files: PemFiles, folder: Path) -> PemFiles:
-    """`files` of one CA, with trust in its CA and in that of `folder`, whose servers refuse it."""
+    """`files` of one CA, which trust this CA and that of `folder`, whose servers refuse them."""
     assert files.ca is not None
     (tmp_path / "both.pem").write_bytes(files.ca.read_bytes() + (folder / "ca.pem").read_bytes())
     return PemFiles(files.cert, files.key, tmp_path / "both.pem")
@@ -153,7 +153,7 @@ async def test_a_server_takes_a_new_certificate_and_ca_without_a_restart(
         old = certificate_files(tmp_path / "old", Role.GATEWAY)
         of_old_ca = PodTls(trusting_both(tmp_path, old, folder))
         assert (await outcome(server, of_old_ca))[0] == "UNAVAILABLE"
-        # An open connection goes on.
+        # An open connection continues.
         await health.Check(health_pb2.HealthCheckRequest())
         await long_lived.close()
 
@@ -251,7 +251,7 @@ def test_certificates_are_renewed_when_a_third_of_their_time_is_left(
     first = files.read()
     assert not certificates.renew(folder)
     assert files.read() == first
-    # The operator's is not due, this one is: 5 minutes of 7 have passed.
+    # The operator's is not due; this one is, after 5 of 7 minutes.
     certificates.issue(folder, Role.DECODE, datetime.timedelta(minutes=2))
     assert certificates.renew(folder)
     assert not files.read().is_due()

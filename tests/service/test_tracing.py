@@ -1,4 +1,4 @@
-"""What one process records of a request, and that it costs nothing where it is off or nobody collects."""
+"""The trace of a request in one process; disabled tracing or a missing collector costs nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch):
-    """No variables of the developer's; and what a test makes current ends with it."""
+    """Removes the developer's variables; a test's current trace ends with the test."""
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
 

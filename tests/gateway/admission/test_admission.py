@@ -1,4 +1,4 @@
-"""Admission: the life of a request from its arrival to its end, and what is measured of it."""
+"""Admission: the life of a request from its arrival to its end, and the measurements."""
 
 import asyncio
 import contextlib
@@ -63,7 +63,7 @@ class Line:
 
 @pytest.fixture
 async def make_line(make_system) -> AsyncIterator[object]:
-    """Without pods: nothing is predicted."""
+    """Without pods, so without predictions."""
     async with contextlib.AsyncExitStack() as made:
 
         def make(**given: object) -> Line:
@@ -123,7 +123,7 @@ class TestQueue:
         line = make_line()
         running, gone, _ = [await line.arrive(name) for name in ("running", "gone", "last")]
         running.cancel()
-        await asyncio.sleep(0)  # one turn of the loop: "gone" has the place, and has not run yet
+        await asyncio.sleep(0)  # one iteration of the loop: "gone" has the place but has not run yet
         gone.cancel()
         await run_ready_tasks()
         assert line.entered == ["running", "last"]
@@ -176,7 +176,7 @@ class TestQueue:
         await line.close()
 
     async def test_an_arrival_starts_waiting_requests_before_it_is_planned(self, system):
-        """The best-effort request has waited for tokens that came meanwhile."""
+        """The best-effort request waited for tokens that have arrived since."""
         line = Line(system)
         async with system.running(request(SloTarget("chat", e2e_s=1.6)), num_tokens=1) as running:
             await line.arrive("batch", BATCH)
@@ -274,7 +274,7 @@ class Observed:
 
     @property
     def first(self) -> bool:
-        """Whether a first token was measured that took much longer."""
+        """Whether a much later first token was measured."""
         return self._forecast().ttft.high > 2 * 0.1
 
     @property
@@ -324,7 +324,7 @@ class TestMeasurements:
         assert not observed.undisturbed_end
 
     async def test_the_rest_is_measured_from_the_last_arrival_on(self, system, clock):
-        """Half a second is 5 % of the whole answer, and much of the rest."""
+        """Half a second is 5 % of the whole answer, but much of the rest."""
         async with system.running(request(LOOSE, max_tokens=1000), num_tokens=1) as running:
             clock.now += 9.8
             running.placed.gained(970, running.first_at)

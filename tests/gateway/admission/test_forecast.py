@@ -1,4 +1,4 @@
-"""Predictions: quantiles of what is measured of them, by groups of requests."""
+"""Predictions: quantiles of their errors, by group of requests."""
 
 import random
 from dataclasses import replace
@@ -81,7 +81,7 @@ class TestErrorWindow:
         assert window.quantiles(CHAT, 1.0).high == pytest.approx(HIGH)
 
     def test_old_measurements_do_not_count(self, clock):
-        """Otherwise a class that is refused for its late requests would be refused for good."""
+        """Otherwise a class that is refused for its late requests would always be refused."""
         window = ErrorWindow()
         observe(window, 8.0, 100)
         clock.now += MEMORY_S - 1
@@ -106,7 +106,7 @@ class TestGroups:
 
 
 def placed_on(system, asked, first_s: float = 0.0, end_s: float = 0.0) -> Placed:
-    """A request on its pods; the model of costs has these times."""
+    """A request on its pods with these times in the pod model."""
     placed = Placed(asked, route=system.plan(asked).route)
     placed.first, placed.end = Track(0.0, 0.0, first_s), Track(0.0, 0.0, end_s)
     return placed
@@ -151,7 +151,7 @@ class TestForecaster:
         assert system.forecaster.end_of(placed, 0.01).p50 == 0.0
 
     async def test_receipts_and_admission_have_separate_windows(self, system):
-        """What later requests add is in the receipt, and not what admission decides by."""
+        """Receipts include the delay by later requests, admission's predictions do not."""
         asked = request()
         forecaster, route = system.forecaster, system.plan(asked).route
         forecast = forecaster.on_route(asked, route)

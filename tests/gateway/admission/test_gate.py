@@ -1,4 +1,4 @@
-"""The gate: which requests are admitted, wait or are refused, by what the pods' costs predict."""
+"""The gate: which requests are admitted, wait or are refused, by predictions from the pods' costs."""
 
 import math
 from dataclasses import replace
@@ -235,7 +235,7 @@ class TestWithoutPredictions:
 
 class TestOthers:
     async def test_a_request_that_makes_the_first_token_of_another_one_late_is_refused(self, system):
-        """The other one has five chunks of .1 s to compute, of which the first is half done."""
+        """The other request has five chunks of .1 s left; the first one is half done."""
         async with system.running(request(SloTarget("chat", ttft_s=0.72), num_prompt=500)):
             with pytest.raises(OverloadedError, match="make an admitted request miss an objective") as info:
                 system.decide(request(SloTarget("chat", ttft_s=0.7)))
@@ -246,7 +246,7 @@ class TestOthers:
 
     @pytest.mark.parametrize(("e2e_s", "is_late"), [(1.6, True), (1.8, False)])
     async def test_a_request_that_makes_the_end_of_another_one_late_is_refused(self, system, e2e_s, is_late):
-        """.985 s are left of it, and 1.27 s next to another one."""
+        """Its remaining time is .985 s, and 1.27 s next to another request."""
         async with system.running(request(SloTarget("chat", e2e_s=e2e_s)), num_tokens=1):
             if is_late:
                 assert refusal(system, request(LOOSE)).reason is RefusalReason.OTHERS
@@ -317,7 +317,7 @@ class TestBestEffort:
             assert may_begin(waits)
 
     async def test_a_best_effort_request_waits_for_expected_requests(self, system):
-        """Next to one more the end of the one that runs is in time, next to several it is not."""
+        """The running request ends in time next to one more, but not next to several."""
         async with system.running(request(SloTarget("chat", e2e_s=2.4)), num_tokens=1):
             waits = system.decide(request(BATCH))
             assert system.admission.gate.may_begin(waits)
@@ -350,7 +350,7 @@ class TestRefusedClients:
         assert third - second == pytest.approx(work_s)
 
     async def test_a_client_that_comes_back_is_judged_by_the_median(self, system):
-        """Next to another one the end is predicted after 1.29 s: 1.36 s, or 1.7 s by the upper quantile."""
+        """Next to another request the model's end is 1.29 s: median 1.36 s, upper quantile 1.7 s."""
         asked = request(replace(SLO, e2e_s=1.45))
         async with system.running(request(LOOSE, max_tokens=1000), num_tokens=1):
             retry_s = refusal(system, asked).retry_after_s
@@ -370,7 +370,7 @@ class TestRefusedClients:
                 system.decide(again(asked))
 
     async def test_new_requests_leave_room_for_clients_that_are_due_back(self, system):
-        # Alone next to the one that runs its end is after 1.29 s, next to one more after 1.6 s.
+        # Next to the running request it ends after 1.29 s, next to two after 1.6 s.
         asked = request(SloTarget("chat", e2e_s=1.45))
         async with system.running(request(LOOSE, max_tokens=200), num_tokens=1):
             for _ in range(30):  # clients that came back
@@ -392,7 +392,7 @@ class TestRefusedClients:
 
 class TestNoisyTenants:
     async def test_a_quieter_tenant_is_refused_only_if_it_is_likely_to_be_late(self, system):
-        """Next to another one the end is predicted after 1.29 s: 1.36 s, or 1.7 s by the upper quantile."""
+        """Next to another request the model's end is 1.29 s: median 1.36 s, upper quantile 1.7 s."""
         slo = SloTarget("chat", e2e_s=1.45)
         async with system.running(request(LOOSE), num_tokens=1):
             refusal(system, request(slo, tenant="quiet"))
@@ -402,7 +402,7 @@ class TestNoisyTenants:
             refusal(system, request(slo, tenant="noisy"))
 
     async def test_a_quieter_tenant_is_admitted_unless_it_makes_others_likely_late(self, system):
-        """1.27 s are left of the other one: 1.34 s, or 1.68 s by the upper quantile."""
+        """The other request's remaining time is 1.27 s by the model: median 1.34 s, upper quantile 1.68 s."""
         async with system.running(request(SloTarget("chat", e2e_s=1.6)), num_tokens=1):
             for number in range(10):
                 reason = refusal(system, request(LOOSE, tenant="quiet" if number == 0 else "noisy")).reason
@@ -450,7 +450,7 @@ class TestMeasures:
             assert system.admission.gate.slack_used == 0
 
     async def test_a_later_request_changes_the_predictions_of_running_ones(self, system, clock):
-        """Five chunks of .1 s, of which the later one's comes before the last four."""
+        """Five chunks of .1 s; the later request's chunk is computed before the last four."""
         async with system.running(request(LOOSE, num_prompt=500)) as running:
             placed = running.placed
             assert (placed.first.model_s, placed.end.model_s) == pytest.approx((0.5, 0.5 + 0.99))

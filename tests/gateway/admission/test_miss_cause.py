@@ -24,7 +24,7 @@ def receipt_of(seconds: dict[str, float], **fields: int) -> common_pb2.Receipt:
 
 @pytest.mark.parametrize("stage", CAUSES)
 def test_the_stage_with_the_delay_is_the_cause(stage):
-    """Each stage deviates by up to a third from what was predicted; one is delayed."""
+    """Each stage deviates by up to a third from its prediction; one is delayed."""
     rng, right = random.Random(5), 0
     for _ in range(200):
         predicted = {

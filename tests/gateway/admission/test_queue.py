@@ -1,4 +1,4 @@
-"""The queue: how many requests run at once, and in which order those that wait begin."""
+"""The queue: how many requests run at once, and the order in which waiting ones begin."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def run(queue: Queue, slo=SLO, num_places: int = 1) -> Admitted:
 
 
 def next_one(queue: Queue, *kept_back: Admitted) -> Admitted | None:
-    """The one that begins next; those that are kept back may not."""
+    """The request that begins next; `kept_back` ones may not."""
     waiter = queue.next_waiting(lambda admitted: admitted not in kept_back)
     if waiter is None:
         return None

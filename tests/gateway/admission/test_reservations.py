@@ -1,4 +1,4 @@
-"""Room for requests that are not here: demand of tenants, and appointments of refused clients."""
+"""Room for future requests: demand of tenants, and appointments of refused clients."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class TestExpectedRequests:
         reservations = Reservations()
         work_s = system.plan(request()).route.work_s
         assert self.expected(system, reservations, "default", BATCH) == []
-        # Two per second, of which each stays for 1.09 s: two, and one standard deviation.
+        # Two per second, each for 1.09 s: two, and one standard deviation.
         ask(reservations.demand, "default", 4, work_s)
         assert self.number(system, reservations, "default", BATCH) == pytest.approx(4, abs=1)
         assert self.expected(system, reservations, "default") == []
@@ -234,7 +234,7 @@ class TestExpectedRequests:
 
 
 class Diary:
-    """Appointments of one system: each client's work takes as long as half of all work would take it."""
+    """Appointments of one system. Half of the clients return, and may use half of the time."""
 
     def __init__(self, system: ReportedSystem, clock: Clock) -> None:
         self.appointments = Appointments()
@@ -244,7 +244,7 @@ class Diary:
 
     @property
     def length_s(self) -> float:
-        """The time between two clients at the beginning."""
+        """Initial time between two clients."""
         return self.route.work_s
 
     def make(self, key: int, after_s: float, num_places: int = 1) -> float:

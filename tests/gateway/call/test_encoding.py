@@ -90,7 +90,7 @@ def llm(folder: Path) -> tuple[LLM, PromptRecorder]:
 
 @pytest.fixture(params=["gateway", "llm"])
 async def encode(request, folder, llm, gateway, pods) -> Encode:
-    """The prompt tokens that the engine gets, by each of the two ways to it."""
+    """The prompt tokens that the engine gets through the gateway and through the LLM."""
 
     async def through_llm(prompt: Prompt) -> list[int]:
         model, recorder = llm

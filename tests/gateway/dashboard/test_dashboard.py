@@ -1,4 +1,4 @@
-"""The dashboard's samples, who may read them, and which files its page consists of."""
+"""The dashboard's samples, access to them, and the files of its page."""
 
 import asyncio
 import hashlib
@@ -34,7 +34,7 @@ def rows(data: dict, sample: dict, name: str) -> list[dict]:
 
 
 async def data_until(front, is_there, **params):
-    """The answer whose newest sample is as wanted."""
+    """Reads until the newest sample is as wanted; returns the answer."""
     found = None
 
     async def check() -> bool:
@@ -193,7 +193,7 @@ async def test_a_reader_gets_each_sample_once(pods, gateway):
     later = await data_until(front, lambda sample: True, since=since)
     assert later["samples"][0]["number"] == since
     assert later["about"]["start"] == first["about"]["start"]
-    # A number of a gateway before this one.
+    # A sample number of an earlier gateway.
     beyond = (await front.http.get(DATA, params={"since": 10**6})).json()
     assert beyond["samples"] == []
     assert beyond["next"] == beyond["newest"] + 1

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's and vLLM's clients that guide an answer, as the guide that they mean."""
+"""The guide fields of OpenAI's and vLLM's clients are read as guides."""
 
 from __future__ import annotations
 

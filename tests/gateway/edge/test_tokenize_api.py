@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: vLLM's shapes, the tokens of the answering endpoints, and what they refuse."""
+"""/tokenize and /detokenize: vLLM's formats, the tokens of completions and chats, refusals."""
 
 import pytest
 from tandem_core.model.conversation import Message

@@ -1,4 +1,4 @@
-"""Routing: prefix affinity against load, room, and prompts that share nothing across tenants."""
+"""Routing: prefix affinity against load, free blocks, and no sharing of prompts across tenants."""
 
 import time
 from dataclasses import replace
@@ -26,7 +26,7 @@ def give(pod: Pod, num_answers: int, num_tokens: int = 100) -> None:
 
 
 def place(router: Router, request: TokenizedRequest) -> tuple[Placed, Effects]:
-    """The request goes to the pods that the router chooses."""
+    """Sends the request to the pods that the router chooses."""
     effects, placed = router.plan(request), Placed(request)
     placed.move(effects.route)
     return placed, effects
@@ -290,7 +290,7 @@ async def test_an_answer_begins_on_its_decode_pod_when_the_prefill_pod_has_compu
     assert before.first_s == pytest.approx(2.56 - 0.512 / 2), "half of a step has passed"
     assert before.end_s == pytest.approx(before.first_s + 99 * 0.001)
     assert after.first_s - before.first_s == pytest.approx(0.512)
-    # A later deadline: only the time per token grows.
+    # With a later deadline only the time per token grows.
     before, after = router.plan(replace(urgent, due_s=100.0)).others[placed]
     assert after.first_s == pytest.approx(before.first_s)
 
