@@ -1,4 +1,4 @@
-"""Times one engine step with n rows of one sequence, beside transformers and the machine's floor.
+"""Times one engine step with n rows of one sequence, compared with transformers and the machine's floor.
 
     python benchmarks/engine_step.py --out FILE.md
     python benchmarks/engine_step.py --config dtype=bfloat16,quantization=w8a8 --out FILE.md

@@ -1,4 +1,4 @@
-"""Counts the tokens that drafts change: texts with speculation against the same texts without.
+"""Counts the tokens that drafts change, by generating texts with and without speculation.
 
     python benchmarks/exactness.py --cut 3 --tokens 1000000 --log build/exactness.jsonl --out FILE.md
 

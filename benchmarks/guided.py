@@ -1,4 +1,4 @@
-"""Guided decoding: no token differs with drafts, how much faster it is with them, and what a guide costs.
+"""Guided decoding: equality of tokens with drafts, speed with drafts, and the cost of a guide.
 
     PYTHONPATH=tests/helpers python benchmarks/guided.py --tokens 1000000 --log FILE.jsonl --out FILE.md
 
@@ -14,7 +14,7 @@ speed      the default model writes answers under schemas of a customer-service 
            thread, so that other processes do not count; prompts are cached beforehand.
 costs      time to compile each schema, and per token for the mask and for following the text.
 
-Exit status 1: a token differs, or an answer is no instance of its schema.
+Exit status 1: a token differs, or an answer violates its schema.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""What `tandem plan` predicts beside what is measured, on this machine: latencies, throughput, attainment,
-and whether prefill pods pay.
+"""Compares predictions of `tandem plan` with measurements on this machine: latencies, throughput, attainment,
+and the effect of a prefill pod.
 
     python benchmarks/plan.py --model NAME --out FILE.md --rounds 3
 
 Two fleets are started as `tandem up`, one after the other: one prefill and one decode pod, and one decode
-pod alone. Each gets the calibration first: prompts alone, then texts alone, after which its pods report
-what steps cost, as for `tandem plan --measured`. Both pods of the first fleet share the cores, and the pod of
-the second one computes prompts and texts in the same steps. How much that slows either is fitted to one more
-load, BOTH, on which nothing else depends. Then each load of LOADS is sent, the same requests at the same
-times to both fleets, and simulated with those costs.
+pod alone. Each gets the calibration first: prompts alone, then decoding alone, after which its pods report
+step costs, as for `tandem plan --measured`. Both pods of the first fleet share the cores, and the pod of the
+second one mixes prompts and decoding in its steps. The mutual slowdown is fitted to one more load, BOTH,
+which serves no other purpose. Then each load of LOADS is sent, with equal requests and times for both fleets,
+and simulated with these costs.
 
-The speed of a shared machine changes from minute to minute, by up to a third. So REFERENCE is sent before and
-after each load, and costs are taken times what it took then over what it took during the calibration.
+The speed of a shared machine changes by up to a third within minutes. REFERENCE is therefore sent before and
+after each load, and costs are scaled by its time then, divided by its time during the calibration.
 
-Requests leave as planned however late answers are; none has objectives, so that the gateway refuses none.
-Prompts are words that nobody has sent before, so that no cache is hit, and drafts are off.
+Requests are sent in an open loop without objectives, so the gateway refuses none. Prompts are new random
+words, so no cache is hit, and drafts are off.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def calibration_table(runs: Sequence[Run], capacity: float | None) -> str:
 
 
 def neighbours(runs: Sequence[Run], noisy: Run) -> list[Summary]:
-    """Of the other tenants: alone, beside the third one's share, and beside its noise."""
+    """Figures of the other tenants: alone, with the third one's share, and with four times its share."""
     cases = [
         next(run for run in runs if (run.point.workload, run.system) == (part, noisy.system))
         for part in ("alone", "fair")

@@ -1,11 +1,11 @@
 """The real gateway and the real engine in simulated time: only the model is not computed.
 
     client -> Gateway.run: admission, forecasts, router, relay -> SimulatedPod: the engine's scheduler and its
-              measurement of costs; a step takes as long as given costs say, times the machine's Speed
+              measurement of costs; the step time follows from given costs and the machine's Speed
 
-All run in one process on a clock that jumps from event to event. So a minute of overload takes a few seconds,
-two runs with the same seed are equal, and what is wrong with a decision can be told from what is wrong with
-the machine. Nothing but steps takes time: neither the gateway's own work nor the network.
+All run in one process on a clock that jumps from event to event. A minute of overload takes a few seconds,
+runs with one seed are equal, and wrong decisions can be separated from noise of the machine. Only steps take
+time; the gateway's own work and the network take none.
 """
 
 from __future__ import annotations
