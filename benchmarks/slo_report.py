@@ -135,19 +135,19 @@ def kept_promises(records: Sequence[RequestRecord]) -> float | None:
 def retry_table(runs: Sequence[Run]) -> str:
     rows = []
     for run in [run for run in runs if run.point.workload == "retry"]:
-        told = refusals(run.records)
-        share = told.num_then_admitted / told.num_honoured if told.num_honoured else None
+        found = refusals(run.records)
+        share = found.num_then_admitted / found.num_honoured if found.num_honoured else None
         again = [record for record in run.records if len(record.attempts) > 1]
         waits = Percentiles.of([record.last_sent_s for record in again])
         rows.append(
             [
                 run.system,
                 str(run.summary.num_sent),
-                str(told.num_honoured),
+                str(found.num_honoured),
                 _share(share),
                 _seconds(waits),
                 f"{run.summary.attainment:.3f}",
-                f"{told.attainment_from_last:.3f}",
+                f"{found.attainment_from_last:.3f}",
             ]
         )
     head = (
@@ -202,9 +202,9 @@ def calibration_table(runs: Sequence[Run], capacity: float | None) -> str:
         for load in dict.fromkeys(_load(run, capacity) for run in here):
             groups[load] = pooled_records([run for run in here if _load(run, capacity) == load])
         for name, group in groups.items():
-            if (told := calibration(group)) is not None:
-                shares = (told.ttft_p50, told.ttft_p90, told.e2e_p50, told.e2e_p90)
-                rows.append([system, name, str(told.count), *(_share(share) for share in shares)])
+            if (found := calibration(group)) is not None:
+                shares = (found.ttft_p50, found.ttft_p90, found.e2e_p50, found.e2e_p90)
+                rows.append([system, name, str(found.count), *(_share(share) for share in shares)])
     head = ("configuration", "of", "predictions", "TTFT p50", "TTFT p90", "E2E p50", "E2E p90")
     return markdown_table(head, rows) if rows else ""
 

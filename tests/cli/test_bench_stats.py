@@ -172,16 +172,16 @@ def test_refusals_count_attempts_and_later_admissions() -> None:
         record(status="UNAVAILABLE", attempts=(Attempt(0.0, 0.5, "UNAVAILABLE", 2.0),)),
         record(ttft_s=0.5, slo=CHAT, tokens=21, attempts=(Attempt(0.0, 2.0, OK),)),
     ]
-    told = refusals(records)
-    assert (told.count, told.num_honoured, told.num_then_admitted) == (3, 2, 1)
-    assert told.latency_s is not None
-    assert (told.latency_s.p50, told.latency_s.p99) == (
+    counted = refusals(records)
+    assert (counted.count, counted.num_honoured, counted.num_then_admitted) == (3, 2, 1)
+    assert counted.latency_s is not None
+    assert (counted.latency_s.p50, counted.latency_s.p99) == (
         pytest.approx(0.002),
         pytest.approx(0.004, rel=0.02),
     )
-    assert told.ttft_from_last_s is not None
-    assert told.ttft_from_last_s.p50 == pytest.approx(0.5)
-    assert [summarise(records).attainment, told.attainment_from_last] == [0.25, 0.5]
+    assert counted.ttft_from_last_s is not None
+    assert counted.ttft_from_last_s.p50 == pytest.approx(0.5)
+    assert [summarise(records).attainment, counted.attainment_from_last] == [0.25, 0.5]
 
 
 def test_jain_is_one_for_equal_values_and_1_over_n_for_a_single_one() -> None:
@@ -225,10 +225,12 @@ def test_the_report_warns_of_a_late_client() -> None:
 
 
 def test_predictions_are_compared_with_the_gateways_times() -> None:
-    def told(ttft_s: float, p90_s: float | None) -> RequestRecord:
+    def predicted(ttft_s: float, p90_s: float | None) -> RequestRecord:
         return record(promise=Promise(ttft_s, 9.0, 0.0, CHAT, met=True, ttft_p90_s=p90_s, e2e_p50_s=8.0))
 
-    shares = calibration([told(1.0, 1.0), told(1.1, 1.0), told(0.2, 0.3), told(0.2, 9.0), record()])
+    shares = calibration(
+        [predicted(1.0, 1.0), predicted(1.1, 1.0), predicted(0.2, 0.3), predicted(0.2, 9.0), record()]
+    )
     assert shares is not None
     assert (shares.count, shares.ttft_p90, shares.e2e_p50) == (4, 0.75, 0.0)
     assert shares.ttft_p50 is None
