@@ -152,7 +152,7 @@ def retry_table(runs: Sequence[Run]) -> str:
         )
     head = (
         "configuration", "sent", "sent again", "then admitted", "waited s p50 / p99", "in time of all",
-        "counted from the last sending",
+        "counted from the last attempt",
     )  # fmt: skip
     return markdown_table(head, rows) if rows else ""
 

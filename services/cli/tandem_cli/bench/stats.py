@@ -2,7 +2,7 @@
 
 Attainment is the share of all requests sent that met their SLO; failed, refused and timed-out requests count
 as missed. Goodput is the output of requests within their SLO, per second of the run. Times count from the
-first sending of a request.
+first attempt of a request.
 """
 
 from __future__ import annotations
