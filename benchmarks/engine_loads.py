@@ -1,10 +1,10 @@
-"""What `engine.py` sends, and the figures of each load: measured ones and their floor.
+"""The prompts of `engine.py`, and the figures of each load: measured ones and their floor.
 
-    with a shared beginning     policy, 1,200 tokens | Ticket 17. other dialogues | one dialogue
+    with a shared prefix        policy, 1,200 tokens | Ticket 17. other dialogues | one dialogue
     without                     Ticket 17. policy | other dialogues | one dialogue
 
-Every prompt has its own ticket number and is sent once. So a prefix cache holds the whole policy in the first
-form, and nothing in the second: caches are on in all systems that have one, and unused by the second form.
+Every prompt has its own ticket number and is sent once. A prefix cache therefore has the whole policy of the
+first form, and nothing of the second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHORT_TOKENS, LONG_TOKENS, SHARED_TOKENS, OUTPUT_TOKENS = 256, 3840, 1200, 64
 
 @dataclass(frozen=True)
 class Load:
-    """Each round sends `concurrency` prompts at once; all begin with the same `shared_tokens` tokens."""
+    """Each round sends `concurrency` prompts at once, with a common prefix of `shared_tokens` tokens."""
 
     prompt_tokens: int
     concurrency: int

@@ -1,4 +1,4 @@
-"""Times one engine step with n rows of one sequence, beside transformers and the machine's floor.
+"""Times one engine step with n rows of one sequence, compared with transformers and the machine's floor.
 
     python benchmarks/engine_step.py --out FILE.md
     python benchmarks/engine_step.py --config dtype=bfloat16,quantization=w8a8 --out FILE.md
@@ -197,9 +197,9 @@ def main() -> None:
     ]
     notes = (
         f"{options.model}, one sequence; n is the number of rows, 1 for plain decoding. Figures are medians "
-        f"of {options.steps} steps in milliseconds. transformers runs the forward pass alone. Floors are the "
-        "least times of a forward pass: the larger of reading weights and KV once and of the multiply-adds. "
-        f"This machine {peaks}."
+        f"of {options.steps} steps in milliseconds. transformers runs the forward pass alone. Floors are "
+        "lower bounds of a forward pass: the time to read weights and KV once, or to compute the "
+        f"multiply-adds if longer. This machine {peaks}."
     )
     if any(line.amx for line in lines):
         notes += f"\n\n{AMX_NOTE}"

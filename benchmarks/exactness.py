@@ -1,4 +1,4 @@
-"""Counts the tokens that drafts change: texts with speculation against the same texts without.
+"""Counts the tokens that drafts change, by generating texts with and without speculation.
 
     python benchmarks/exactness.py --cut 3 --tokens 1000000 --log build/exactness.jsonl --out FILE.md
 
@@ -242,8 +242,8 @@ def report(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     modes = (f"{name} {sum(outcome.modes[name] for outcome in outcomes):,}" for name in SAMPLING)
     return (
         markdown_table(HEAD, rows),
-        f"{total:,} tokens without drafts, each compared with {len(MODES)} runs with drafts: "
-        f"{num_differing(outcomes)} differ. By sampling: {'; '.join(modes)}.",
+        f"{total:,} tokens without drafts are compared with {len(MODES)} runs with drafts: "
+        f"{num_differing(outcomes)} differ. Sampling: {'; '.join(modes)}.",
     )
 
 

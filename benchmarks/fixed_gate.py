@@ -1,8 +1,8 @@
-"""Gateways that admit without predictions, to compare with: `slo.py` starts them in place of ours.
+"""Gateways that admit without predictions, for comparisons in `slo.py`.
 
 fcfs   in order of arrival; the settings max-in-flight and max-queue are the limits
-edf    the earliest deadline first; requests without objectives come last and are never refused, and of
-       the others at most MAX_WAITING wait
+edf    earliest deadline first; requests without objectives come last and are never refused; at most
+       MAX_WAITING others wait
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_WAITING = 16
 
 
 class FixedGate:
-    """In place of a `Gate`."""
+    """Replaces a `Gate`."""
 
     slack_used = 0.0
 

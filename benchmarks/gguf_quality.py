@@ -1,17 +1,17 @@
-"""Perplexity of Tandem beside llama.cpp on the same GGUF file, format by format.
+"""Compares the perplexity of Tandem and llama.cpp on one GGUF file per format.
 
     python benchmarks/gguf_quality.py --dataset dialogues.jsonl --out benchmarks/results/gguf-quality.md
 
 For each format llama.cpp's quantizer (ggml_quantize_chunk) writes the default model's projections into a new
-file; the embedding, which is the head too, keeps its format. llama.cpp and Tandem then read the same tokens
-(teacher-forced), and the perplexity of both is computed by the same float64 code.
+file; the embedding, which is also the head, keeps its format. llama.cpp and Tandem then read equal tokens
+(teacher-forced), and one float64 function computes the perplexity of both.
 
 Formats with blocks of 256 do not fit rows of 576. For them every dimension is padded with zeros to a multiple
 of 256, which makes more heads and a longer hidden state that are zero; norms are scaled to the longer mean.
 The padded model computes the same function: in F32 its perplexity is the unpadded one's.
 
-Formats below 3.5 bits are put into every sixth layer alone, because they would leave nothing of so small a
-model; the other layers have Q8_0.
+Formats below 3.5 bits are used in every sixth layer only, because they would make so small a model useless;
+the other layers have Q8_0.
 
 The error that a packing adds is measured on normal random numbers: the default model's weights lie on Q4_1's
 grid, where some formats have no error of their own.
@@ -372,7 +372,7 @@ def main() -> None:
     options = parser.parse_args()
     notes = (
         f"{LLAMA_CPP.requirements[0]}; {options.dialogues} dialogues of at most {options.tokens} tokens. "
-        + ("Both compute the file's values in float32." if options.float32 else "Both compute as by default.")
+        + ("Both compute the file's values in float32." if options.float32 else "Both use their defaults.")
     )
     rows = []
     for row in measure(LlamaCpp(), options):

@@ -1,4 +1,4 @@
-"""Guided decoding: no token differs with drafts, how much faster it is with them, and what a guide costs.
+"""Guided decoding: equality of tokens with drafts, speed with drafts, and the cost of a guide.
 
     PYTHONPATH=tests/helpers python benchmarks/guided.py --tokens 1000000 --log FILE.jsonl --out FILE.md
 
@@ -14,7 +14,7 @@ speed      the default model writes answers under schemas of a customer-service 
            thread, so that other processes do not count; prompts are cached beforehand.
 costs      time to compile each schema, and per token for the mask and for following the text.
 
-Exit status 1: a token differs, or an answer is no instance of its schema.
+Exit status 1: a token differs, or an answer violates its schema.
 """
 
 from __future__ import annotations
@@ -345,9 +345,9 @@ def main() -> None:
     forced = {mode: sum(outcome.forced[mode] for outcome in outcomes) for mode in MODES}
     num_invalid = sum(outcome.invalid for outcome in outcomes)
     exact_notes += (
-        f" Of the accepted guesses, {' and '.join(f'{num:,} ({mode})' for mode, num in forced.items())} are "
-        f"text that the guide forces. {sum(outcome.finished for outcome in outcomes):,} answers ended before "
-        f"their limit; {num_invalid} of them are no instance of their schema."
+        f" The guide forces {' and '.join(f'{num:,} ({mode})' for mode, num in forced.items())} of the "
+        f"accepted draft tokens. {sum(outcome.finished for outcome in outcomes):,} answers ended before "
+        f"their limit; {num_invalid} of them violate their schema."
     )
     if options.only_exactness:
         print(exact_table, exact_notes, sep="\n\n")
@@ -369,8 +369,8 @@ def main() -> None:
         exact_table,
     ]
     notes = (
-        f"{len(SPEED_SCHEMAS)} schemas, {options.rounds} rounds (medians; least and most in brackets); "
-        f"{num_faults} finished answers violate their schema. Costs cover all "
+        f"{len(SPEED_SCHEMAS)} schemas, medians of {options.rounds} rounds (minimum and maximum in "
+        f"brackets); {num_faults} finished answers violate their schema. Costs cover all "
         f"{sum(1 for _ in corpus())} schemas.\n\n{exact_notes}"
     )
     write_page(options.out, "Guided decoding", "\n\n".join(tables), notes)

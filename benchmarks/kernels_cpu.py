@@ -1,14 +1,14 @@
-"""Times the CPU kernels beside torch's: attention and projections.
+"""Compares the CPU kernels with torch's: attention and projections.
 
     python benchmarks/kernels_cpu.py --out FILE.md
 
 Shapes are those of SmolLM2-135M. A time covers all its layers, whose weights and caches exceed the
 processor's caches. The kernels and torch take turns; figures are medians.
 
-attention     turbo_attention on a paged cache beside scaled_dot_product_attention on dense K and V in
+attention     turbo_attention on a paged cache and scaled_dot_product_attention on dense K and V in
               bfloat16, with query heads folded into rows and a prepared mask, torch's fastest way. n = 1
               decodes, 8 to 32 verify a binary tree, 512 is a chunk of a prompt.
-projections   packed_linear beside F.linear with M rows; quantized weights beside F.linear in bfloat16
+projections   packed_linear and F.linear with M rows; for quantized weights F.linear in bfloat16
 
 "of read" and "of peak" are shares of the best that torch reached before and after (machine.py): reading, and
 products of the peer's type, which products of integers can exceed. T_n/T_1: n rows over one row.
@@ -233,7 +233,7 @@ def main() -> None:
         table(("context", "sequences", "cache"), "n", "SDPA", attention, peaks),
         table(("weights",), "M", "F.linear", projections, peaks),
     ]
-    notes = f"Times are those of all {options.layers} layers. This machine {peaks}."
+    notes = f"Times are sums over all {options.layers} layers. This machine {peaks}."
     write_page(options.out, "CPU kernels and torch", "\n\n".join(tables), notes)
 
 

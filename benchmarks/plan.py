@@ -1,20 +1,20 @@
-"""What `tandem plan` predicts beside what is measured, on this machine: latencies, throughput, attainment,
-and whether prefill pods pay.
+"""Compares predictions of `tandem plan` with measurements on this machine: latencies, throughput, attainment,
+and the effect of a prefill pod.
 
     python benchmarks/plan.py --model NAME --out FILE.md --rounds 3
 
 Two fleets are started as `tandem up`, one after the other: one prefill and one decode pod, and one decode
-pod alone. Each gets the calibration first: prompts alone, then texts alone, after which its pods report
-what steps cost, as for `tandem plan --measured`. Both pods of the first fleet share the cores, and the pod of
-the second one computes prompts and texts in the same steps. How much that slows either is fitted to one more
-load, BOTH, on which nothing else depends. Then each load of LOADS is sent, the same requests at the same
-times to both fleets, and simulated with those costs.
+pod alone. Each gets the calibration first: prompts alone, then decoding alone, after which its pods report
+step costs, as for `tandem plan --measured`. Both pods of the first fleet share the cores, and the pod of the
+second one mixes prompts and decoding in its steps. The mutual slowdown is fitted to one more load, BOTH,
+which serves no other purpose. Then each load of LOADS is sent, with equal requests and times for both fleets,
+and simulated with these costs.
 
-The speed of a shared machine changes from minute to minute, by up to a third. So REFERENCE is sent before and
-after each load, and costs are taken times what it took then over what it took during the calibration.
+The speed of a shared machine changes by up to a third within minutes. REFERENCE is therefore sent before and
+after each load, and costs are scaled by its time then, divided by its time during the calibration.
 
-Requests leave as planned however late answers are; none has objectives, so that the gateway refuses none.
-Prompts are words that nobody has sent before, so that no cache is hit, and drafts are off.
+Requests are sent in an open loop without objectives, so the gateway refuses none. Prompts are new random
+words, so no cache is hit, and drafts are off.
 """
 
 from __future__ import annotations
@@ -367,17 +367,17 @@ def report(rounds: Sequence[Sequence[Run]]) -> tuple[str, str]:
     choices = [f"{load.name} {gain(load, 'real'):.2f} / {gain(load, 'predicted'):.2f}" for load in LOADS]
     fitted = [plan.plan.contention for plan in plans["1 + 1"]]
     lines = [
-        f"Each cell: measured / predicted (error), medians of {len(rounds)} rounds, predicted at the "
-        f"machine's speed during the load. Of {len(errors)} figures {within} are within 15 %, the median "
-        f"error is {median(errors):.0%}, the largest {max(errors):.0%}. At the speed during the calibration "
-        f"{raw_within} are, and the median error is {median(raw):.0%}. In time means "
+        f"Cells are measured / predicted (error), medians of {len(rounds)} rounds, with costs scaled to the "
+        f"machine's speed during the load: {within} of {len(errors)} figures are within 15 %, the median "
+        f"error is {median(errors):.0%}, the largest {max(errors):.0%}. With costs as reported after the "
+        f"calibration {raw_within} are, and the median error is {median(raw):.0%}. In time means "
         f"{describe_objectives(OBJECTIVES)}.",
-        f"How many times as long the mean E2E is with a prefill pod on the same cores as without, measured / "
-        f"predicted: {', '.join(choices)}.",
-        f"Fitted to the calibration: on shared cores a prompt takes {median(c.prefill for c in fitted):.1f} "
-        f"times as long beside texts on the other pod, and a step of texts "
-        f"{median(c.decode for c in fitted):.2f} times beside prompts; without a prefill pod a step with "
-        f"both takes {median(plan.plan.mixed_steps for plan in plans['0 + 1']):.2f} times the sum.",
+        f"Ratio of mean E2E with and without a prefill pod on shared cores, measured / predicted: "
+        f"{', '.join(choices)}.",
+        f"Fitted to the calibration: a prompt takes {median(c.prefill for c in fitted):.1f} times as long "
+        f"while the other pod decodes, and a decode step {median(c.decode for c in fitted):.2f} times as "
+        f"long during prompts (`--contention`); a step with both takes "
+        f"{median(plan.plan.mixed_steps for plan in plans['0 + 1']):.2f} times the sum (`--mixed-steps`).",
     ]
     head = ["load: prompt/answer tokens, rate", "prefill + decode pods", *FIGURES, IN_TIME]
     return markdown_table(head, [cell.row() for cell in cells.values()]), "\n\n".join(lines)

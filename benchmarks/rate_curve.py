@@ -3,10 +3,10 @@
     python benchmarks/rate_curve.py --out FILE.md --plot FILE.png
     python benchmarks/rate_curve.py --only llama.cpp --only Tandem --rates .25,.5,1 --out FILE.md
 
-Each system (peers.py) gets the same chat requests at the same times of a Poisson process, as `tandem bench
-serve` sends them, and its answers are judged by the same objectives. Only Tandem gets the class, so only
-Tandem can refuse a request for it; a refused one counts as missed. The systems take turns at each rate, and
-those that do not have their turn are stopped.
+Each system (peers.py) gets equal chat requests at equal times of a Poisson process from the load generator of
+`tandem bench serve`, and its answers are judged by equal objectives. Only Tandem gets the class, so only it
+can refuse a request; a refused one counts as missed. The systems take turns at each rate; the others are
+stopped meanwhile.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Sweep:
         notes = (
             f"{options.model}, Poisson arrivals, {options.num_requests} requests in each of {self._rounds} "
             f"rounds, prompts of {options.input_tokens} tokens, {options.max_tokens} output tokens, greedy. "
-            f"Objectives: {describe_objectives(slo)}. Counts are of all rounds, "
-            f"other figures medians over them.\n{missing}"
+            f"Objectives: {describe_objectives(slo)}. Counts are sums over rounds, "
+            f"other figures medians.\n{missing}"
         )
         title = "TTFT, TPOT and goodput over the request rate"
         self._out.write_text(page(title, rate_table(self.runs), notes))

@@ -1,12 +1,11 @@
-"""How long a refusal takes, for the client and inside of the gateway.
+"""Measures the time of a refusal, at the client and inside the gateway.
 
     python benchmarks/refusals.py --out FILE.md
 
-Idle and beside answers that run, each by how much of the prompt is new.
+On an idle system and during running answers, by the length of the prompt's new part.
 
-Each request asks, strictly, for a first token within a millisecond, so that it is refused by prediction.
-Beside it, what a call takes that the gateway ends at once, since it names a model that is not served: the
-part of gRPC and of both processes, in which nothing is decided.
+Each request has a strict objective of a millisecond for its first token, so it is refused by prediction. For
+comparison, a call with an unknown model is refused without a prediction: the time of gRPC and both processes.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from tandem_engine import model_loader
 
 NAME = "refusals"
 IMPOSSIBLE = SloTarget("interactive", ttft_s=0.001, is_strict=True)
-#: Answers beside the refusals, of so many tokens; each one that ends is followed by another.
+#: Answers that run during the refusals, and their tokens; each one that ends is followed by another.
 RUNNING, RUNNING_TOKENS = 8, 400
 PAUSE_S = 0.03
-#: Characters of longer last turns, of which nothing is known: to tokenize them takes most of the time.
+#: Characters of longer last turns, which no cache has: tokenizing them takes most of the time.
 LONG_CHARS = 4_000, 16_000
 
 
 def prompts(num_chars: int = 0) -> Iterator[Prompt]:
-    """No two are equal, so that nothing of their last turns is known. These have so many characters; 0: as in
+    """Prompts with different last turns, which no cache has. `num_chars`: length of the last turns; 0: as in
     the built-in sample."""
     (first, *_) = RequestMaker(BenchOptions(rate=1.0, model="", num_requests=1)).make("retail", 0)
     turns = first.prompt.messages

@@ -1,4 +1,4 @@
-"""Overload, predictions and fairness: which share of what was admitted keeps its SLO, and what it costs.
+"""Overload, predictions and fairness: attainment of admitted requests, and goodput.
 
     python benchmarks/slo.py --out FILE.md --records FILE.jsonl --plot FILE.png
     python benchmarks/slo.py --from FILE.jsonl --out FILE.md       the page again, from the records
@@ -9,18 +9,18 @@ another one each time. These are the parts, all with three classes (MIX) and thr
 
     capacity   requests/s of a closed loop of class batch, on the first configuration; the unit of loads
     poisson    Poisson arrivals at each load
-    bursts     the same with a coefficient of variation of 2
+    bursts     gamma-distributed gaps with a coefficient of variation of 2
     trace      arrivals and lengths of a recorded trace at each load
     retry      Poisson at twice the capacity; refused requests are sent again when the gateway says, once
     alone      two tenants that send their shares of 1.2 times the capacity, a third of it each
-    fair       the same requests at the same times, and a third tenant with its share: the machine is full
-    noisy      the same, and the third tenant sends four times as much
+    fair       these requests, and a third tenant with its share: the machine is full
+    noisy      these requests, and the third tenant sends four times its share
     fresh      clients of class interactive that wait for their answers, and come back twice if they are
                refused, after each of several starts without a warm-up
 
-In the first three, an eighth or less of the requests that the first configuration refuses are sent again at
-once, as class batch, which is never refused and comes after all others. One that meets the objectives of its
-own class even so was refused wrongly.
+In poisson, bursts and trace, an eighth or less of the requests that the first configuration refuses are sent
+again at once as class batch, which has the lowest priority and is never refused. One that then meets the
+objectives of its own class was refused wrongly.
 
 Each part but `fresh` begins with a fresh start and a warm-up that is not measured (none with --no-warm-up),
 and no prompt is used in two runs of a configuration.
@@ -78,31 +78,29 @@ PARTS = (*SHAPES, "retry", "fairness", FRESH)
 TENANTS = ("a", "b", "c")
 #: Shape of the gaps' gamma distribution in bursts; their coefficient of variation is 2.
 BURSTINESS = 0.25
-#: As many as saturate the machine: with 8 the capacity was a third of what open loops reached, with 32 it was
-#: nine tenths of it.
+#: Saturates the machine: with 8 the capacity was a third of what open loops reached, with 32 nine tenths.
 CAPACITY_CONCURRENCY = 64
 #: Load, in multiples of the capacity, of refused clients that come back.
 RETRY_LOAD = 2.0
-#: Of each of three tenants. Together they fill the machine also where drafts make it a fifth faster than its
-#: capacity was measured to be; else the noise of one would be compared with a machine that has room.
+#: Load of each of three tenants. Together they fill the machine, also if drafts make it a fifth faster than
+#: the measured capacity; otherwise a noisy tenant would use free capacity.
 SHARE_LOAD = 0.4
-#: A noisy tenant sends so many times its share.
+#: A noisy tenant sends this multiple of its share.
 NOISE = 4
 #: Starts, clients, requests of each start, and tokens of their prompts: a load that the default model serves
 #: in time on two cores, so that refusals are wrong.
 FRESH_STARTS, FRESH_CLIENTS, FRESH_REQUESTS, FRESH_INPUT_TOKENS = 6, 8, 100, 128
 #: Refused requests are sent again as often as OpenAI's clients do, when the gateway says.
 FRESH_RETRIES = 2
-#: Answers before each part, from which drafts are learnt: after a start the same machine does half as many
-#: requests per second as after so many answers (7 and 13 with the default model on two cores), so that loads
-#: would be multiples of what it soon exceeds.
+#: Answers before each part, from which drafts are learnt: after a start the machine serves half as many
+#: requests per second as after these (7 and 13 with the default model on two cores), so loads would be
+#: multiples of a capacity that it soon exceeds.
 LEARNING_REQUESTS = 384
-#: After them, at half of the capacity and with all classes: each class is predicted from what was measured of
-#: it, and by then nothing was.
+#: After them, at half of the capacity and with all classes, because each class is predicted from its own
+#: measurements.
 WARM_UP_S, WARM_UP_LOAD = 15.0, 0.5
-#: Of the refused requests, the part that is sent again to find out whether its refusal was right: each of so
-#: many, and of large runs no more than about 32. More would change the load: an eighth at four times the
-#: capacity was 15 % of all that was served, and nobody's goodput.
+#: One of this many refused requests is sent again to judge its refusal; in large runs about 32 in all. More
+#: would change the load: an eighth at four times the capacity was 15 % of all served requests.
 PROBED_EVERY, MOST_PROBED = 8, 32
 #: Arrivals of the first 24 s of Mooncake's conversation trace (kvcache-ai/Mooncake, FAST25 release): the
 #: lengths of the prompts that came at 0, 3, 6, ... s. Their ratios are used, for a mean of --input-tokens.
@@ -232,13 +230,13 @@ class Benchmark:
             raise BenchError(f"no request of the capacity run succeeded: {records[0].error}")
 
     def _send_batch(self, system: System, count: int) -> list[RequestRecord]:
-        """So many requests without objectives, as fast as they are answered."""
+        """Sends `count` requests without objectives, as fast as they are answered."""
         options = replace(self._options(count, TENANTS), mix="batch=1")
         requests = RequestMaker(options).make("retail", self._take(count))
         return self._send(system, requests, ClosedLoop(CAPACITY_CONCURRENCY))
 
     def _cases(self, part: str) -> Iterator[Case]:
-        """The same requests for every configuration."""
+        """The cases of a part, with equal requests for every configuration."""
         if part in SHAPES:
             for load in self._plan.loads:
                 yield self._open_loop(part, load)
@@ -255,7 +253,7 @@ class Benchmark:
         options = replace(self._options(count, tenants), mix=MIX)
         trace, recorded_rate = self._trace(count) if shape == "trace" else ([], 0.0)
         if trace:
-            # The limit would be that of the mean.
+            # It is the mean length; here it would limit each prompt.
             options = replace(options, input_tokens=None)
         requests = RequestMaker(options, trace).make("retail", self._take(count))
         seed = self._plan.options.seed
@@ -355,13 +353,13 @@ class Benchmark:
 
 
 def probed_every(num_requests: int) -> int:
-    """Of so many requests each of how many refused ones is sent again."""
+    """In a run of this size, one of how many refused requests is sent again."""
     return max(PROBED_EVERY, num_requests // MOST_PROBED)
 
 
 class RefusalProbe(Transport):
-    """Sends some of the refused requests again at once, in a class without objectives, which comes after all
-    others. If one meets the objectives of its own class even so, its refusal was wrong."""
+    """Sends some of the refused requests again at once, at lowest priority (a class without objectives). If
+    one then meets the objectives of its own class, its refusal was wrong."""
 
     def __init__(self, transport: Transport, every: int) -> None:
         self._transport = transport

@@ -27,13 +27,13 @@ FRESH = "fresh"
 #: Before a part's name: refused requests that were sent again behind all others.
 PROBE = "refused in "
 READING = """\
-"Of admitted" is the share of the requests not refused that met their objectives by the client's clock:
-those of the class, and in brackets those that the receipt names, which the gateway widens where the
-machine could not meet them without load. Goodput is requests/s in time; "of peak" is its share of the
-configuration's highest with these arrivals. Refusals are as the client sees them. "Wrongly": some of the
-refused requests were sent again at once in a class without objectives, which comes after all others; of
-these those that met the objectives of their own class even so. A prediction held when the gateway measured at
-most what it had predicted at admission; a calibrated p90 holds for 90 %."""
+"Of admitted": share of the requests not refused that met the objectives of their class by the client's clock;
+in brackets those of the receipt, which the gateway widens if the machine could not meet them without load.
+Goodput is requests/s in time; "of peak" is its share of the configuration's highest goodput with these
+arrivals. Refusal times are measured by the client. "Wrongly": a sample of refused requests is sent again at
+once at lowest priority (without objectives); those that meet the objectives of their class were refused
+wrongly. A prediction held if the time that the gateway measured was at most the prediction at admission; a
+calibrated p90 holds for 90 %."""
 
 
 def finish(runs: Sequence[Run], out: Path, plot: Path | None) -> None:
@@ -135,24 +135,24 @@ def kept_promises(records: Sequence[RequestRecord]) -> float | None:
 def retry_table(runs: Sequence[Run]) -> str:
     rows = []
     for run in [run for run in runs if run.point.workload == "retry"]:
-        told = refusals(run.records)
-        share = told.num_then_admitted / told.num_honoured if told.num_honoured else None
+        found = refusals(run.records)
+        share = found.num_then_admitted / found.num_honoured if found.num_honoured else None
         again = [record for record in run.records if len(record.attempts) > 1]
         waits = Percentiles.of([record.last_sent_s for record in again])
         rows.append(
             [
                 run.system,
                 str(run.summary.num_sent),
-                str(told.num_honoured),
+                str(found.num_honoured),
                 _share(share),
                 _seconds(waits),
                 f"{run.summary.attainment:.3f}",
-                f"{told.attainment_from_last:.3f}",
+                f"{found.attainment_from_last:.3f}",
             ]
         )
     head = (
         "configuration", "sent", "sent again", "then admitted", "waited s p50 / p99", "in time of all",
-        "counted from the last sending",
+        "counted from the last attempt",
     )  # fmt: skip
     return markdown_table(head, rows) if rows else ""
 
@@ -202,15 +202,15 @@ def calibration_table(runs: Sequence[Run], capacity: float | None) -> str:
         for load in dict.fromkeys(_load(run, capacity) for run in here):
             groups[load] = pooled_records([run for run in here if _load(run, capacity) == load])
         for name, group in groups.items():
-            if (told := calibration(group)) is not None:
-                shares = (told.ttft_p50, told.ttft_p90, told.e2e_p50, told.e2e_p90)
-                rows.append([system, name, str(told.count), *(_share(share) for share in shares)])
+            if (found := calibration(group)) is not None:
+                shares = (found.ttft_p50, found.ttft_p90, found.e2e_p50, found.e2e_p90)
+                rows.append([system, name, str(found.count), *(_share(share) for share in shares)])
     head = ("configuration", "of", "predictions", "TTFT p50", "TTFT p90", "E2E p50", "E2E p90")
     return markdown_table(head, rows) if rows else ""
 
 
 def neighbours(runs: Sequence[Run], noisy: Run) -> list[Summary]:
-    """Of the other tenants: alone, beside the third one's share, and beside its noise."""
+    """Figures of the other tenants: alone, with the third one's share, and with four times its share."""
     cases = [
         next(run for run in runs if (run.point.workload, run.system) == (part, noisy.system))
         for part in ("alone", "fair")
@@ -247,8 +247,8 @@ def fairness_table(runs: Sequence[Run]) -> str:
         )
     head = (
         "configuration", "others' TTFT s p50 / p99, of classes with objectives: alone",
-        "the third tenant sends its share", "and four times as much", "p99 ratio of the last two",
-        "these in time", "Jain, of the fair share",
+        "the third tenant sends its share", "it sends four times its share", "p99 ratio of the last two",
+        "others in time", "Jain, of the fair share",
         "Jain, of goodput",
     )  # fmt: skip
     return markdown_table(head, rows) if rows else ""

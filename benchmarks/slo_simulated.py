@@ -1,13 +1,13 @@
-"""`slo.py` on a simulated machine (tests/helpers/simulated_system.py), where steps take exactly as long as
-the model of costs says, or as long as a shared machine makes them.
+"""`slo.py` on a simulated machine (tests/helpers/simulated_system.py), where the step time is exactly that of
+the cost model, or varies as on a shared machine.
 
     PYTHONPATH=tests/helpers python benchmarks/slo_simulated.py --out FILE.md
         [--noise .1 --drift .15 --right-guesses 1.5]
 
-The same parts, loads and tables, one decode pod, and no drafts, or ones that are right more often in some
-texts than in others. Each case begins with a fresh start. Refusals are judged by an oracle in place of
-probes: for up to REPLAYED of them the case is run again with the same requests admitted, and that one as
-well. Its refusal was wrong if it then meets its objectives and no fewer of the others meet theirs.
+Parts, loads and tables are those of slo.py, with one decode pod, without drafts or with an acceptance that
+varies between texts. Each case begins with a fresh start. An oracle replaces the probes of refusals: for up
+to REPLAYED of them the case is repeated with the refused request admitted too. The refusal was wrong if the
+request then meets its objectives and no fewer others meet theirs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SimulatedBenchmark(Benchmark):
 
 
 def _spread(records: Sequence[RequestRecord], count: int) -> list[RequestRecord]:
-    """At most so many of them, at equal distances."""
+    """Picks at most `count` of them, at equal distances."""
     step = max(len(records) / count, 1.0)
     return [records[int(number * step)] for number in range(min(count, len(records)))]
 
@@ -94,7 +94,7 @@ def _spread(records: Sequence[RequestRecord], count: int) -> list[RequestRecord]
 def simulator(
     model_dir: Path, seed: int, noise: float = 0.0, drift: float = 0.0, right_guesses: float = 0.0
 ) -> Simulate:
-    """Of flags, `--set gateway.NAME=VALUE` and `--fixed-gate ORDER` count."""
+    """Applies the flags `--set gateway.NAME=VALUE` and `--fixed-gate ORDER`; ignores others."""
     tokenizer, spec = Tokenizer(model_dir), replace(MEASURED, right_guesses=right_guesses)
 
     @contextlib.contextmanager
@@ -116,7 +116,7 @@ def simulator(
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--noise", type=float, default=0.0, help="standard deviation of the logarithm of a step's time")
-    add("--drift", type=float, default=0.0, help="the same of the machine's changes over ten seconds")
+    add("--drift", type=float, default=0.0, help="as --noise, of the machine's speed over ten seconds")
     add(
         "--right-guesses",
         type=float,

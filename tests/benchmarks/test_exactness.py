@@ -77,7 +77,7 @@ def outcome(piece: int, differing: int = 0) -> Outcome:
 
 def test_the_report_adds_up_and_hides_nothing() -> None:
     table, totals = report([outcome(0), outcome(1, differing=3)])
-    assert totals.startswith("200 tokens without drafts, each compared with 2 runs with drafts: 3 differ.")
+    assert totals.startswith("200 tokens without drafts are compared with 2 runs with drafts: 3 differ.")
     assert "| m | all | global | 200 | 18 | 12 | 3 |" in table
     assert "| m | 4 | local | 200 | 14 | 10 | 0 |" in table
 

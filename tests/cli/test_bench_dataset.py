@@ -36,7 +36,7 @@ def test_displayed_messages_split_where_a_line_begins_with_a_role() -> None:
     )
 
 
-def test_turns_are_taken_as_they_are_and_blank_lines_skipped(tmp_path: Path) -> None:
+def test_turns_are_unchanged_and_blank_lines_skipped(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
     path = tmp_path / "d.jsonl"
     path.write_text("\n" + json.dumps({"id": "a", "group": "g", "turns": turns}) + "\n\n")
@@ -44,7 +44,7 @@ def test_turns_are_taken_as_they_are_and_blank_lines_skipped(tmp_path: Path) -> 
 
 
 def test_any_line_of_the_format_is_read(tmp_path: Path) -> None:
-    """A byte-order mark, Windows' line ends, no id or group, and separators that JSON allows in a string."""
+    """A byte-order mark, Windows line ends, no id or group, and line separators within JSON strings."""
     turns = '[{"role": "user", "content": "a\u2028b\u0085c"}]'
     path = tmp_path / "d.jsonl"
     path.write_bytes(
@@ -78,7 +78,7 @@ def test_a_malformed_line_is_named_by_its_number(tmp_path: Path) -> None:
         ("", "d holds no dialogue"),
     ],
 )
-def test_a_line_that_is_no_dialogue_is_named(line: str, complaint: str) -> None:
+def test_a_line_without_a_dialogue_is_named(line: str, complaint: str) -> None:
     with pytest.raises(DatasetError, match=complaint):
         parse_dialogues(line, "d")
 

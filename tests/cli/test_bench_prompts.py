@@ -29,7 +29,7 @@ def test_other_seeds_and_indices_give_other_prompts(name: str) -> None:
     assert prompts != make(name, 8, replace(MATERIAL, seed=6))
 
 
-def test_random_answers_are_drawn_hot_and_each_with_its_own_seed() -> None:
+def test_random_answers_have_a_high_temperature_and_separate_seeds() -> None:
     prompts = make("random", 5)
     assert {prompt.temperature for prompt in prompts} == {2.0}
     assert len({prompt.seed_offset for prompt in prompts}) == 5
@@ -64,7 +64,7 @@ def test_prompts_have_about_the_wanted_length(wanted: int) -> None:
         assert prompt.messages[-1].role == "user"
 
 
-def test_prompts_share_the_policy_and_differ_behind_it() -> None:
+def test_prompts_share_only_the_policy() -> None:
     first, second = retail(2000, 0), retail(2000, 12)
     policy = sample_policy().strip()
     assert first.dialogue_id == second.dialogue_id
@@ -78,11 +78,11 @@ def test_equal_seeds_give_equal_lengthened_prompts() -> None:
     assert [retail(1500, i, 7) for i in range(3)] != [retail(1500, i, 8) for i in range(3)]
 
 
-def test_each_dialogue_is_used_before_any_is_used_again() -> None:
+def test_each_dialogue_is_used_before_one_repeats() -> None:
     assert len({retail(None, index).dialogue_id for index in range(12)}) == 12
 
 
-def test_without_a_wanted_length_policy_and_dialogue_stay_as_they_are() -> None:
+def test_without_a_length_policy_and_dialogue_are_unchanged() -> None:
     prompt = retail(None, 0)
     assert prompt.messages[0].content == sample_policy().strip()
 

@@ -49,15 +49,13 @@ def test_requests_have_the_options_of_the_run() -> None:
         (("--concurrency", "1", "--report", "no/such/x.md"), "does not exist"),
     ],
 )
-def test_what_makes_no_benchmark_is_refused_in_one_sentence(
-    arguments: tuple[str, ...], complaint: str
-) -> None:
+def test_invalid_options_are_refused_in_one_sentence(arguments: tuple[str, ...], complaint: str) -> None:
     result = CliRunner().invoke(app, ["bench", "serve", "--target", "127.0.0.1:1", *arguments])
     assert result.exit_code == 2
     assert complaint in " ".join(result.output.split())
 
 
-def test_the_command_prints_what_drafts_did() -> None:
+def test_the_command_prints_draft_figures() -> None:
     drafted = common_pb2.Receipt(
         output_tokens=4, decode_steps=1, drafted_tokens=8, accepted_tokens=2, hit_steps=1,
         accepted_by_source={"prompt": 2},
@@ -155,7 +153,7 @@ def test_http_sends_the_objectives_and_reads_predictions_of_the_receipt() -> Non
     assert (promise.ttft_p50_s, promise.ttft_p90_s, promise.e2e_p50_s) == (None, 2.5, 1.0)
 
 
-def test_a_file_that_holds_no_records_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_records_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     for text, complaint in (
         ("", "holds no request"),
@@ -167,6 +165,6 @@ def test_a_file_that_holds_no_records_is_refused(tmp_path: Path) -> None:
         assert complaint in " ".join(result.output.split())
 
 
-def test_a_point_says_its_load() -> None:
+def test_a_point_describes_its_load() -> None:
     loads = [Point("random", 4).load(), Point("random", None, 0.5).load(), Point("random").load()]
     assert loads == ["concurrency 4", "0.5 requests/s", "as recorded"]

@@ -48,7 +48,7 @@ async def load(
         await transport.close()
 
 
-async def test_grpc_notes_first_token_gaps_tokens_and_the_receipt() -> None:
+async def test_grpc_records_first_token_gaps_tokens_and_the_receipt() -> None:
     with FakeGateway(ANSWER, pause_s=0.02).serving() as gateway:
         (record,) = await load(GrpcTransport(gateway.target, OPTIONS), ClosedLoop(1), 1)
     assert record.status == OK
@@ -76,7 +76,7 @@ async def test_a_closed_loop_keeps_its_concurrency_and_sends_all() -> None:
     assert [record.index for record in records] == list(range(8))
 
 
-def test_an_open_loop_departs_at_its_rate_and_repeats_with_its_seed() -> None:
+def test_an_open_loop_sends_at_its_rate_and_repeats_with_its_seed() -> None:
     times = OpenLoop(rate=10.0, seed=4).departures_s(2000)
     assert times[0] == 0.0
     assert times == sorted(times)
@@ -103,7 +103,7 @@ async def test_refusals_are_recorded_with_their_status() -> None:
     assert records[1].ttft_s is None
 
 
-async def test_a_refused_request_is_sent_again_when_the_server_says_so() -> None:
+async def test_a_refused_request_is_sent_again_after_its_retry_after() -> None:
     gateway = FakeGateway(ANSWER, refuse_each=2, retry_after_ms=60)
     with gateway.serving():
         first, second, third = await load(
@@ -119,7 +119,7 @@ async def test_a_refused_request_is_sent_again_when_the_server_says_so() -> None
     assert gateway.requests[1].messages == gateway.requests[2].messages
 
 
-async def test_a_request_is_not_sent_more_often_than_allowed_nor_without_a_retry_after() -> None:
+async def test_retries_are_limited_and_need_a_retry_after() -> None:
     gateway = FakeGateway(ANSWER, refuse_each=1, retry_after_ms=1)
     with gateway.serving():
         (record,) = await load(GrpcTransport(gateway.target, OPTIONS), ClosedLoop(1), 1, max_retries=2)
@@ -130,7 +130,7 @@ async def test_a_request_is_not_sent_more_often_than_allowed_nor_without_a_retry
     assert [attempt.retry_after_s for attempt in record.attempts] == [None]
 
 
-async def test_the_end_of_the_run_ends_the_wait_to_send_again() -> None:
+async def test_the_end_of_the_run_ends_the_wait_for_a_retry() -> None:
     with FakeGateway(ANSWER, refuse_each=1, retry_after_ms=60_000).serving() as gateway:
         transport = GrpcTransport(gateway.target, OPTIONS)
         (record,) = await load(transport, ClosedLoop(1), 1, timeout_s=1.5, max_retries=5)
@@ -138,14 +138,14 @@ async def test_the_end_of_the_run_ends_the_wait_to_send_again() -> None:
     assert [attempt.status for attempt in record.attempts] == ["RESOURCE_EXHAUSTED"]
 
 
-async def test_the_time_limit_cancels_what_runs_and_sends_nothing_more() -> None:
+async def test_the_time_limit_cancels_running_requests_and_sends_no_more() -> None:
     with FakeGateway(ANSWER, pause_s=5.0).serving() as gateway:
         records = await load(GrpcTransport(gateway.target, OPTIONS), ClosedLoop(2), 6, timeout_s=0.3)
         assert [record.status for record in records] == [TIMEOUT, TIMEOUT]
         await until(lambda: gateway.cancelled == 2)
 
 
-async def test_a_gateway_that_is_not_there_fails_each_request() -> None:
+async def test_each_request_fails_without_a_gateway() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -213,7 +213,7 @@ def test_a_whole_run_writes_its_records(tmp_path: Path, capsys: pytest.CaptureFi
         (replace(CONFIG, concurrency=None), "either --rate or --concurrency, or --trace"),
     ],
 )
-def test_a_configuration_that_makes_no_run_is_refused_first(config: BenchOptions, complaint: str) -> None:
+def test_an_invalid_configuration_is_refused_before_the_run(config: BenchOptions, complaint: str) -> None:
     with pytest.raises(BenchError, match=complaint):
         run_bench(config)
 

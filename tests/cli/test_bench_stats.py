@@ -53,7 +53,7 @@ def test_percentiles_are_linear_between_neighbours(percent: float, value: float)
     assert percentile([1.0, 2.0, 3.0, 4.0], percent) == pytest.approx(value)
 
 
-def test_percentiles_of_one_value_are_that_value_and_of_none_are_none() -> None:
+def test_one_value_is_every_percentile_and_no_value_has_none() -> None:
     assert Percentiles.of([7.0]) == Percentiles(7.0, 7.0, 7.0, 7.0)
     assert Percentiles.of([]) is None
 
@@ -64,7 +64,7 @@ def test_tpot_is_the_time_after_the_first_token_over_the_tokens_after_it() -> No
     assert record(ttft_s=None).tpot_s is None
 
 
-def test_of_relative_objectives_the_receipt_says_how_long_they_were() -> None:
+def test_relative_objectives_take_their_seconds_from_the_receipt() -> None:
     mail = SloTarget("mail", ttft_slowdown=5.0)
     promise = Promise(0.5, 9.0, 0.0, replace(mail, ttft_s=0.6), met=True)
     assert record(ttft_s=0.59, slo=mail, promise=promise).is_met()
@@ -77,22 +77,22 @@ def test_of_relative_objectives_the_receipt_says_how_long_they_were() -> None:
 @pytest.mark.parametrize(
     ("ttft_s", "e2e_s", "is_met"), [(2.5, 5.0, True), (2.51, 5.0, False), (2.5, 5.01, False)]
 )
-def test_interactive_bounds_the_first_token_and_the_whole(ttft_s: float, e2e_s: float, is_met: bool) -> None:
+def test_interactive_limits_ttft_and_e2e(ttft_s: float, e2e_s: float, is_met: bool) -> None:
     assert record(ttft_s=ttft_s, e2e_s=e2e_s, slo=INTERACTIVE).is_met() is is_met
 
 
-def test_chat_bounds_the_time_per_token() -> None:
+def test_chat_limits_tpot() -> None:
     assert record(ttft_s=0.5, e2e_s=0.5 + 10 * 0.149, slo=CHAT).is_met()
     assert not record(ttft_s=0.5, e2e_s=0.5 + 10 * 0.151, slo=CHAT).is_met()
 
 
-def test_a_failure_meets_nothing_and_an_empty_answer_counts_by_its_end() -> None:
+def test_a_failure_meets_no_objective_and_an_empty_answers_ttft_is_its_end() -> None:
     assert not record(status="UNAVAILABLE", slo=BATCH).is_met()
     assert record(ttft_s=None, e2e_s=2.4, tokens=0, slo=INTERACTIVE).is_met()
     assert not record(ttft_s=None, e2e_s=2.6, tokens=0, slo=INTERACTIVE).is_met()
 
 
-def test_attainment_counts_all_sent_and_goodput_only_what_met_the_objective() -> None:
+def test_attainment_counts_all_sent_and_goodput_only_requests_in_time() -> None:
     records = [
         record(slo=INTERACTIVE, sent_s=0.0, ttft_s=1.0, e2e_s=3.0, tokens=20),  # met
         record(slo=INTERACTIVE, sent_s=1.0, ttft_s=3.0, e2e_s=4.0, tokens=40),  # first token too late
@@ -114,7 +114,7 @@ def test_attainment_counts_all_sent_and_goodput_only_what_met_the_objective() ->
     assert summary.e2e_s.p50 == pytest.approx(4.0)
 
 
-def test_accepted_length_pools_steps_and_leaves_out_the_prefills_token() -> None:
+def test_accepted_length_pools_steps_without_the_first_token() -> None:
     records = [
         record(tokens=11, speculation=Speculation(5, 20, 5, {"prompt": 3, "global": 2}, 3)),
         record(tokens=21, speculation=Speculation(10, 40, 10, {"prompt": 10}, 6)),
@@ -128,18 +128,18 @@ def test_accepted_length_pools_steps_and_leaves_out_the_prefills_token() -> None
     assert summary.drafts.accepted_by_source == {"global": 2, "prompt": 13}
 
 
-def test_without_a_receipt_or_a_step_nothing_is_said_of_drafts() -> None:
+def test_without_a_receipt_or_a_step_there_are_no_draft_figures() -> None:
     assert summarise([record()]).drafts is None
     assert summarise([record(tokens=1, speculation=Speculation())]).drafts is None
 
 
-def test_no_guesses_are_no_hits() -> None:
+def test_without_guesses_the_hit_rates_are_zero() -> None:
     drafts = summarise([record(speculation=Speculation(decode_steps=10))]).drafts
     assert drafts is not None
     assert (drafts.mean_accepted_length, drafts.iteration_hit_rate, drafts.token_hit_rate) == (1.0, 0.0, 0.0)
 
 
-def test_a_run_without_a_success_has_no_latencies_but_a_report() -> None:
+def test_a_run_without_a_success_has_a_report_without_latencies() -> None:
     summary = summarise([record(status="UNAVAILABLE", e2e_s=0.0, tokens=0, ttft_s=None)])
     assert summary.ttft_s is None
     assert summary.attainment == 0.0
@@ -161,7 +161,7 @@ def test_classes_and_tenants_share_the_run_s_duration() -> None:
     assert tenants["a"].goodput_tokens_per_s == pytest.approx(3.0)
 
 
-def test_refusals_count_sendings_and_what_came_of_those_sent_again() -> None:
+def test_refusals_count_attempts_and_later_admissions() -> None:
     refused = Attempt(0.0, 0.002, "RESOURCE_EXHAUSTED", 1.0)
     records = [
         record(ttft_s=2.0, e2e_s=3.0, slo=CHAT, tokens=21, attempts=(refused, Attempt(1.5, 3.0, OK))),
@@ -172,19 +172,19 @@ def test_refusals_count_sendings_and_what_came_of_those_sent_again() -> None:
         record(status="UNAVAILABLE", attempts=(Attempt(0.0, 0.5, "UNAVAILABLE", 2.0),)),
         record(ttft_s=0.5, slo=CHAT, tokens=21, attempts=(Attempt(0.0, 2.0, OK),)),
     ]
-    told = refusals(records)
-    assert (told.count, told.num_honoured, told.num_then_admitted) == (3, 2, 1)
-    assert told.latency_s is not None
-    assert (told.latency_s.p50, told.latency_s.p99) == (
+    counted = refusals(records)
+    assert (counted.count, counted.num_honoured, counted.num_then_admitted) == (3, 2, 1)
+    assert counted.latency_s is not None
+    assert (counted.latency_s.p50, counted.latency_s.p99) == (
         pytest.approx(0.002),
         pytest.approx(0.004, rel=0.02),
     )
-    assert told.ttft_from_last_s is not None
-    assert told.ttft_from_last_s.p50 == pytest.approx(0.5)
-    assert [summarise(records).attainment, told.attainment_from_last] == [0.25, 0.5]
+    assert counted.ttft_from_last_s is not None
+    assert counted.ttft_from_last_s.p50 == pytest.approx(0.5)
+    assert [summarise(records).attainment, counted.attainment_from_last] == [0.25, 0.5]
 
 
-def test_jain_is_one_for_equals_and_a_share_for_one_who_has_all() -> None:
+def test_jain_is_one_for_equal_values_and_1_over_n_for_a_single_one() -> None:
     assert jain([3.0, 3.0, 3.0]) == pytest.approx(1.0)
     assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
 
@@ -197,13 +197,13 @@ def test_jain_is_one_for_equals_and_a_share_for_one_who_has_all() -> None:
         (50.0, {"a": 10, "b": 5}, {"a": 10, "b": 5}),
     ],
 )
-def test_a_fair_share_gives_to_others_what_a_tenant_did_not_ask_for(
+def test_a_fair_share_gives_unused_shares_to_other_tenants(
     total: float, asked: dict[str, float], shares: dict[str, float]
 ) -> None:
     assert fair_shares(total, asked) == pytest.approx(shares)
 
 
-def test_a_noisy_tenant_that_gets_the_rest_is_fair_and_one_that_takes_from_others_is_not() -> None:
+def test_a_noisy_tenant_may_take_unused_shares_but_not_those_of_others() -> None:
     def sent(tenant: str, met: int, missed: int) -> list[RequestRecord]:
         return [record(tenant=tenant)] * met + [record(tenant=tenant, status="HTTP 429")] * missed
 
@@ -218,17 +218,19 @@ def test_a_noisy_tenant_that_gets_the_rest_is_fair_and_one_that_takes_from_other
     assert fairness(sent("a", 0, 5) + sent("b", 0, 5)) is None
 
 
-def test_a_client_that_is_late_is_told_of() -> None:
+def test_the_report_warns_of_a_late_client() -> None:
     in_time, late = [replace(record(), late_s=0.01)] * 60, [replace(record(), late_s=0.5)] * 2
     assert "too busy" not in describe(in_time, summarise(in_time))
     assert "up to 0.50 s (p99) later than planned" in describe(in_time + late, summarise(in_time + late))
 
 
-def test_predictions_are_compared_with_what_the_gateway_measured() -> None:
-    def told(ttft_s: float, p90_s: float | None) -> RequestRecord:
+def test_predictions_are_compared_with_the_gateways_times() -> None:
+    def predicted(ttft_s: float, p90_s: float | None) -> RequestRecord:
         return record(promise=Promise(ttft_s, 9.0, 0.0, CHAT, met=True, ttft_p90_s=p90_s, e2e_p50_s=8.0))
 
-    shares = calibration([told(1.0, 1.0), told(1.1, 1.0), told(0.2, 0.3), told(0.2, 9.0), record()])
+    shares = calibration(
+        [predicted(1.0, 1.0), predicted(1.1, 1.0), predicted(0.2, 0.3), predicted(0.2, 9.0), record()]
+    )
     assert shares is not None
     assert (shares.count, shares.ttft_p90, shares.e2e_p50) == (4, 0.75, 0.0)
     assert shares.ttft_p50 is None

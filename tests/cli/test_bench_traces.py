@@ -1,4 +1,4 @@
-"""Traces of three forms, and what is said of a file that is none."""
+"""Traces of three formats, and errors for other files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_our_own_lines_are_sorted_and_count_from_the_first(tmp_path: Path) -> None:
+def test_tandems_lines_are_sorted_and_count_from_the_first(tmp_path: Path) -> None:
     assert read_trace(written(tmp_path, OWN)) == [
         TraceEntry(0.0),
         TraceEntry(0.5, 900, 60, slo_class="chat", tenant="a"),
@@ -44,7 +44,7 @@ def test_mooncake_s_times_are_milliseconds_and_its_blocks_are_kept(tmp_path: Pat
     assert third == TraceEntry(6.0, 40, 5)
 
 
-def test_burstgpt_s_failed_requests_are_left_out(tmp_path: Path) -> None:
+def test_burstgpt_s_failed_requests_are_skipped(tmp_path: Path) -> None:
     entries = read_trace(written(tmp_path, BURSTGPT.replace("\n", "\r\n")))
     assert entries == [TraceEntry(0.0, 472, 18), TraceEntry(40.5, 417, 276)]
 
@@ -80,14 +80,12 @@ def test_the_mean_rate_counts_gaps(tmp_path: Path) -> None:
         ('{"arrival_s": 0}\n[1]', ":2: expected an object"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused_in_one_sentence(
-    tmp_path: Path, text: str, complaint: str
-) -> None:
+def test_a_file_without_a_trace_is_refused_in_one_sentence(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(BenchError, match=complaint) as caught:
         read_trace(written(tmp_path, text))
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"--trace .*none cannot be read"):
         read_trace(tmp_path / "none")

@@ -1,4 +1,4 @@
-"""Requests of mixed classes and tenants, of traces, and when they leave."""
+"""Requests of mixed classes and tenants and of traces, and their send times."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_burstiness_sets_the_variation_of_the_gaps_and_not_their_mean(
     assert pstdev(drawn) / mean(drawn) == pytest.approx(variation, rel=0.06, abs=1e-9)
 
 
-def test_the_pattern_is_the_same_at_every_rate() -> None:
+def test_the_pattern_is_equal_at_all_rates() -> None:
     slow, fast = (OpenLoop(rate, seed=2, burstiness=0.5).departures_s(50) for rate in (1.0, 4.0))
     assert [time_s / 4 for time_s in slow] == pytest.approx(fast)
 
 
-def test_classes_and_tenants_are_drawn_by_weight_and_again_by_the_same_seed() -> None:
+def test_a_seed_draws_equal_classes_and_tenants_by_weight() -> None:
     options = replace(
         OPTIONS, num_requests=1000, mix="interactive=.6,chat=.3,batch=.1", tenants="a=K1:3,b=K2:1"
     )
@@ -59,7 +59,7 @@ def test_classes_and_tenants_are_drawn_by_weight_and_again_by_the_same_seed() ->
     assert [request.slo for request in other] != [request.slo for request in requests]
 
 
-def test_further_runs_have_the_same_mix_on_other_prompts() -> None:
+def test_further_runs_have_an_equal_mix_and_other_prompts() -> None:
     options = replace(OPTIONS, mix="chat=1,batch=1", tenants="a,b")
     first, second = make(options), make(options, first=12)
     assert [(r.slo, r.tenant) for r in first] == [(r.slo, r.tenant) for r in second]
@@ -98,7 +98,7 @@ def test_classes_are_those_of_the_gateway(tmp_path: Path) -> None:
         ("chat=1,chat=2", "names chat twice"),
     ],
 )
-def test_a_mix_that_makes_no_sense_is_refused(mix: str, complaint: str) -> None:
+def test_an_invalid_mix_is_refused(mix: str, complaint: str) -> None:
     with pytest.raises(BenchError, match=complaint):
         parse_mix(mix)
 
@@ -137,7 +137,7 @@ def test_a_trace_sets_lengths_class_and_tenant() -> None:
     assert requests[0].slo.name == "interactive"
 
 
-def test_equal_blocks_are_equal_text_in_one_run_and_other_text_in_the_next() -> None:
+def test_equal_blocks_are_equal_text_within_a_run_only() -> None:
     maker = RequestMaker(replace(OPTIONS, trace=Path("t"), rate=None), TRACE)
     first, second, _ = (request.prompt.messages[0].content for request in maker.make("retail"))
     common = next(i for i, (mine, other) in enumerate(zip(first, second, strict=False)) if mine != other)
@@ -174,19 +174,19 @@ def test_without_a_trace_the_load_decides_the_schedule() -> None:
     ("changes", "complaint"),
     [
         ({"rate_scale": 2.0}, "--rate-scale changes the speed of a --trace"),
-        ({"trace": Path("t"), "rate_scale": 2.0}, "both say how fast"),
+        ({"trace": Path("t"), "rate_scale": 2.0}, "both set the speed"),
         ({"trace": Path("t"), "burstiness": 2.0}, "leave out --burstiness"),
         ({"trace": Path("t"), "rate": None, "concurrency": 2}, "not --concurrency"),
         ({"burstiness": 0.0}, "--burstiness 0: give a number above 0"),
         ({"burstiness": math.nan}, "--burstiness nan"),
     ],
 )
-def test_loads_that_contradict_each_other_are_refused(changes: dict[str, object], complaint: str) -> None:
+def test_contradictory_loads_are_refused(changes: dict[str, object], complaint: str) -> None:
     with pytest.raises(BenchError, match=complaint):
         replace(OPTIONS, **changes).point()
 
 
-def test_what_would_leave_after_the_end_of_the_run_is_not_made(
+def test_requests_after_the_end_of_the_run_are_not_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "t.jsonl"

@@ -1,4 +1,4 @@
-"""What the slash commands of `tandem chat` do to the conversation."""
+"""The slash commands of `tandem chat` change the conversation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_save_writes_messages_that_the_api_takes_and_overwrites_nothing(
     assert "needs a file name" in (run(conversation, "/save") or "")
 
 
-def test_exit_leaves_and_a_misspelling_is_named(conversation: Conversation) -> None:
+def test_exit_ends_the_chat_and_a_misspelling_is_named(conversation: Conversation) -> None:
     assert run(conversation, "/exit") is None
     assert "/sytem is no command" in (run(conversation, "/sytem x") or "")
     assert len(conversation.messages) == 3

@@ -1,4 +1,4 @@
-"""`tandem doctor` on manifests: each seeded fault is named, and nothing else; the overlays have none."""
+"""`tandem doctor` on manifests: exactly the seeded fault is found; the overlays have none."""
 
 from __future__ import annotations
 
@@ -147,12 +147,12 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("overlay", NAMES)
-def test_nothing_is_wrong_with_the_overlays(overlay: str) -> None:
+def test_the_overlays_have_no_findings(overlay: str) -> None:
     assert examine_manifests(parse(yaml.safe_load_all(rendered(overlay)))) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.check}: {fault.says}"[:60])
-def test_a_seeded_fault_is_named_and_nothing_else(fault: Fault) -> None:
+def test_exactly_the_seeded_fault_is_found(fault: Fault) -> None:
     manifests = Manifests(fault.overlay)
     fault.seed(manifests)
     findings = examine_manifests(parse(copy.deepcopy(manifests.all)))
@@ -168,12 +168,12 @@ def test_every_check_of_manifests_has_a_seeded_fault() -> None:
     assert {check.__name__.replace("_", "-") for check in MANIFEST_CHECKS} == {one.check for one in FAULTS}
 
 
-def test_what_is_given_by_flags_secrets_and_beside_sidecars_is_understood() -> None:
+def test_settings_in_flags_secrets_and_next_to_sidecars_are_read() -> None:
     manifests = Manifests("cpu")
     # A flag wins over the variable; a sidecar may come first.
     manifests.container("decode")["args"] = ["--drain-s=900", "--max-batch", "8", "--insecure"]
     manifests.pod("decode")["containers"].insert(0, {"name": "proxy", "image": "proxy:1"})
-    # Values that are not here are not judged.
+    # Values outside the manifests are not checked.
     variables = manifests.container("prefill")["env"]
     reference = {"secretKeyRef": {"name": "tandem-redis", "key": "password"}}
     variables.append({"name": "TANDEM_MAX_BATCH", "valueFrom": reference})
@@ -192,7 +192,7 @@ def run(manifests: list[Manifest], *flags: str) -> tuple[int, str]:
     return outcome.exit_code, outcome.stdout
 
 
-def test_the_exit_code_tells_errors_from_warnings() -> None:
+def test_the_exit_code_distinguishes_errors_from_warnings() -> None:
     manifests = Manifests("dev")
     assert run(manifests.all) == (0, "nothing found\n")
     expose_without_keys(manifests)
@@ -232,14 +232,14 @@ def test_json_has_each_finding() -> None:
         ),
     ],
 )
-def test_what_is_no_manifest_is_said(text: str, says: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_manifest_is_refused_with_the_reason(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "manifests.yaml"
     path.write_text(text)
     with pytest.raises(ManifestError, match=says):
         read_manifests(path)
 
 
-def test_a_folder_without_a_kustomization_is_said(tmp_path: Path) -> None:
+def test_a_folder_without_a_kustomization_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="kustomize"):
         read_manifests(tmp_path)
     outcome = CliRunner().invoke(app, ["doctor", str(tmp_path / "none")])

@@ -1,5 +1,5 @@
-"""`tandem doctor` on a running system: real pods and gateways in this process, and faults in what they say
-or in how they are connected."""
+"""`tandem doctor` on a running system: real pods and gateways in this process, with faults in their reports
+or their connections."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def role_tls(folder: Path | None, role: Role) -> dict[str, object]:
 
 
 async def healthy(targets: list[str], access: Access, address: RedisAddress | None = None) -> System:
-    """The system, once each gateway uses both pods."""
+    """Waits until each gateway uses both pods; returns the system."""
     found: list[System] = []
 
     async def is_there() -> bool:
@@ -93,7 +93,7 @@ async def healthy(targets: list[str], access: Access, address: RedisAddress | No
 
 @pytest.fixture(scope="module")
 def system(tiny_model: Path) -> System:
-    """What a healthy one has said."""
+    """The status of a healthy system."""
 
     async def ask() -> System:
         async with running(tiny_model) as targets:
@@ -102,7 +102,7 @@ def system(tiny_model: Path) -> System:
     return asyncio.run(ask())
 
 
-async def test_nothing_is_wrong_with_a_healthy_system(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_healthy_system_has_no_findings(tiny_model: Path, tmp_path: Path) -> None:
     """Two gateways that share a Redis, TLS between pods."""
     certificates.prepare(tmp_path / "tls")
     server = RedisServer(tmp_path / "redis")
@@ -119,7 +119,7 @@ async def test_nothing_is_wrong_with_a_healthy_system(tiny_model: Path, tmp_path
         await server.stop()
 
 
-# -- what the processes say ------------------------------------------------------------------------
+# -- reports of the processes ----------------------------------------------------------------------
 
 
 def pod(system: System, role: Role) -> Pod:
@@ -227,7 +227,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.check}: {fault.says}")
-def test_a_fault_in_what_is_said_is_named_and_nothing_else(system: System, fault: Fault) -> None:
+def test_exactly_the_reported_fault_is_found(system: System, fault: Fault) -> None:
     assert list(run_checks(SYSTEM_CHECKS, system)) == []
     findings = list(run_checks(SYSTEM_CHECKS, fault.seed(system)))
     assert {one.check for one in findings} == {fault.check}, findings
@@ -239,7 +239,7 @@ def test_every_check_of_a_system_has_a_seeded_fault() -> None:
     assert {check.__name__.replace("_", "-") for check in SYSTEM_CHECKS} == {one.check for one in FAULTS}
 
 
-def test_a_strict_class_is_an_error_and_another_a_warning(system: System) -> None:
+def test_an_objective_that_no_pod_meets_is_an_error_only_if_strict(system: System) -> None:
     for is_strict, severity in ((True, "error"), (False, "warning")):
         seeded = with_class(SloTarget("fast", ttft_s=1e-6, is_strict=is_strict))(system)
         (finding,) = run_checks(SYSTEM_CHECKS, seeded)
@@ -252,7 +252,7 @@ def test_pods_that_report_no_costs_are_not_judged(system: System) -> None:
     assert list(run_checks(SYSTEM_CHECKS, silent)) == []
 
 
-# -- what only a trial shows -----------------------------------------------------------------------
+# -- trials ----------------------------------------------------------------------------------------
 
 
 async def found_by(probe: Callable[[System], AsyncIterator[Finding]], system: System) -> list[Finding]:
@@ -270,18 +270,18 @@ async def test_kv_that_a_prefill_pod_cannot_send_is_named(tiny_model: Path) -> N
         assert finding.where == "KV from prefill pod p0 at 127.0.0.1:1 to " + pod(found, Role.DECODE).where
         short = with_status(Role.DECODE, local_prefill_tokens=2000)(found)
         (finding,) = await found_by(kv_path, short)
-        assert "was not tried" in finding.what
+        assert "Not tested" in finding.what
         assert finding.severity == "warning"
 
 
-async def test_an_operator_s_certificate_cannot_try_the_kv_path(tiny_model: Path, tmp_path: Path) -> None:
+async def test_an_operator_s_certificate_cannot_test_the_kv_path(tiny_model: Path, tmp_path: Path) -> None:
     certificates.prepare(tmp_path)
     async with running(tiny_model, tls_dir=tmp_path) as targets:
         access = Access(PodTls(certificate_files(tmp_path, Role.OPERATOR)))
         (finding,) = await found_by(kv_path, await healthy(targets, access))
         assert "PERMISSION_DENIED" in finding.what
         assert "certificate of a gateway" in finding.remedy
-        # Without any, no pod answers.
+        # Without a certificate, no pod answers.
         plain = await ask_by_gateways(targets, Access(), None)
         findings = list(run_checks(SYSTEM_CHECKS, plain))
         assert [one.check for one in findings] == ["reachable", "reachable"]
@@ -300,11 +300,11 @@ class TestRedis:
     async def rights(self, url: str) -> list[Finding]:
         return await found_by(redis_rights, System(Access(), (), (), (), RedisAddress(url)))
 
-    async def test_it_must_answer(self, tmp_path: Path) -> None:
+    async def test_redis_must_answer(self, tmp_path: Path) -> None:
         (finding,) = await self.rights(f"unix://{tmp_path}/none.sock")
         assert "does not answer" in finding.what
 
-    async def test_a_user_s_missing_rights_and_an_eviction_policy_are_named(self, tmp_path: Path) -> None:
+    async def test_missing_redis_rights_and_an_eviction_policy_are_named(self, tmp_path: Path) -> None:
         server = RedisServer(tmp_path / "redis")
         await server.start()
         try:

@@ -1,4 +1,4 @@
-"""The merged log of `tandem up`: a line that cannot be written is lost, and nothing else."""
+"""The merged log of `tandem up`: only lines that cannot be written are lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_console_log_prefixes_each_line_without_colour_off_a_terminal(
     assert capfd.readouterr().out == "decode-0   | hello\n"
 
 
-def test_a_reader_that_is_gone_costs_lines_alone() -> None:
+def test_a_closed_reader_only_loses_lines() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
@@ -42,14 +42,14 @@ def test_a_reader_that_is_gone_costs_lines_alone() -> None:
         view.close()
 
 
-def test_a_full_disk_costs_lines_alone() -> None:
+def test_a_full_disk_only_loses_lines() -> None:
     with Path("/dev/full").open("w") as stream:
         view = LogView(stream, "console")
         view.line("decode", "decode-0", "lost")
         view.close()
 
 
-def test_a_reader_that_stands_still_stops_nobody_and_learns_how_many_lines_it_lost() -> None:
+def test_a_blocked_reader_delays_no_process_and_gets_the_number_of_lost_lines() -> None:
     reader, writer = os.pipe()
     with os.fdopen(reader) as lines, os.fdopen(writer, "w") as stream:
         view = LogView(stream, "json")
@@ -68,7 +68,7 @@ def test_a_reader_that_stands_still_stops_nobody_and_learns_how_many_lines_it_lo
         view.close()
 
 
-def test_a_view_whose_reader_stands_still_can_be_closed() -> None:
+def test_a_view_with_a_blocked_reader_can_be_closed() -> None:
     reader, writer = os.pipe()
     with os.fdopen(reader), os.fdopen(writer, "w") as stream:
         view = LogView(stream, "console")

@@ -1,4 +1,4 @@
-"""`tandem lookahead` against real services: what operators type, and what they read when it goes wrong."""
+"""`tandem lookahead` against real services: commands and error messages."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ async def test_a_warm_namespace_moves_to_a_new_cluster_and_is_purged_in_the_old(
     imported = await tandem("import", file, "--target", new.target)
     assert "imported 20 tokens" in imported.stderr
     await until(lambda: new.mirror.count(ANSWER) == 1)
-    assert (await tandem("import", file, "--target", new.target)).returncode == 0  # once more does no harm
+    assert (await tandem("import", file, "--target", new.target)).returncode == 0  # no effect
     purged = await tandem("purge", "acme", "--yes", "--target", old.target)
     assert purged.stdout == "removed 1 namespace of tenant acme\n"
     await until(lambda: old.mirror.num_tokens == 0)
     assert new.mirror.num_tokens == 20
 
 
-async def test_what_goes_wrong_is_one_sentence(clusters, tmp_path):
+async def test_errors_are_one_sentence(clusters, tmp_path):
     old, new = clusters
     await old.say_twice()
     file = tmp_path / "acme.snapshot"

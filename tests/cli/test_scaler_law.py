@@ -1,4 +1,4 @@
-"""The law of scaling: what it decides, and what it never does."""
+"""The scaling law: decisions and invariants."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def once(given_snapshot: Snapshot, memory: Memory | None = None) -> tuple[RoleDe
 
 
 def repeated(first: Snapshot, seconds: float, memory: Memory | None = None) -> tuple[tuple[int, int], Memory]:
-    """Decides each 15 s for so long; pods are ready as soon as they are wanted."""
+    """Decides every 15 s for this time; pods are ready as soon as they are wanted."""
     memory, current = memory or Memory(), first
     pods = (first.prefill.pods.wanted, first.decode.pods.wanted)
     for tick in range(int(seconds / TICK_S) + 1):
@@ -81,7 +81,7 @@ KEPT = st.tuples(st.integers(0, 1000), st.integers(0, 1000)).map(lambda pair: Ke
 
 
 @given(rate=RATES, before=RATES, prefill=PODS, decode=PODS, queue_s=st.floats(0, 500), ttft=KEPT, tpot=KEPT)
-def test_every_decision_is_within_bounds_and_says_why(
+def test_every_decision_is_within_bounds_and_has_a_reason(
     rate: float,
     before: float,
     prefill: tuple[int, int],
@@ -112,21 +112,21 @@ def test_more_work_never_wants_fewer_pods(rate: float, more: float, queue_s: flo
 
 
 @given(rate=st.floats(0.1, 100.0), prefill=PODS, decode=PODS)
-def test_one_look_takes_no_pod_away(rate: float, prefill: tuple[int, int], decode: tuple[int, int]) -> None:
+def test_one_decision_removes_no_pod(rate: float, prefill: tuple[int, int], decode: tuple[int, int]) -> None:
     decisions = once(snapshot(rate, prefill=prefill, decode=decode))
     for decision, (wanted, _) in zip(decisions, (prefill, decode), strict=True):
         assert decision.wanted >= min(wanted, 50)
 
 
 @given(rate=st.floats(0.5, 100.0))
-def test_pods_that_are_taken_away_are_not_wanted_back_at_a_load_a_tenth_higher(rate: float) -> None:
+def test_removed_pods_are_not_needed_again_at_a_load_a_tenth_higher(rate: float) -> None:
     settled, memory = repeated(snapshot(rate, prefill=(50, 50), decode=(50, 50)), 400)
     assert max(settled) < 50 or rate > 80
     after = snapshot(rate * 1.1, now=401.0, prefill=(settled[0],) * 2, decode=(settled[1],) * 2)
     assert tuple(decision.wanted for decision in once(after, memory)) == settled
 
 
-def test_fewer_pods_must_have_been_enough_for_all_of_the_time() -> None:
+def test_a_pod_is_removed_only_if_fewer_were_enough_all_the_time() -> None:
     many = {"prefill": (9, 9), "decode": (9, 9)}
     assert repeated(snapshot(10, **many), 240)[0] == (9, 9)
     assert max(repeated(snapshot(10, **many), 300)[0]) < 9
@@ -138,7 +138,7 @@ def test_fewer_pods_must_have_been_enough_for_all_of_the_time() -> None:
     assert pods[0] == peak, "the short peak counts until it is settle_s old"
 
 
-def test_no_pod_is_taken_away_while_objectives_are_missed() -> None:
+def test_no_pod_is_removed_while_objectives_are_missed() -> None:
     _, memory = repeated(snapshot(5, prefill=(9, 9), decode=(9, 9)), 250)
     missed = snapshot(5, now=300, prefill=(9, 9), decode=(9, 9), ttft=Kept(100, 50), tpot=Kept(100, 50))
     assert [decision.wanted for decision in once(missed, memory)] == [9, 9]
@@ -148,13 +148,13 @@ def test_no_pod_is_taken_away_while_objectives_are_missed() -> None:
     assert max(decision.wanted for decision in once(kept, memory)) < 9
 
 
-def test_pods_that_never_start_are_taken_back_when_they_are_not_needed() -> None:
+def test_pods_that_never_start_are_removed_when_not_needed() -> None:
     _, memory = repeated(snapshot(5, prefill=(9, 9), decode=(9, 9)), 250)
     pending = snapshot(5, now=300, prefill=(9, 4), decode=(9, 4))
     assert max(decision.wanted for decision in once(pending, memory)) < 9
 
 
-def test_pods_that_start_count_so_that_a_queue_does_not_ask_twice() -> None:
+def test_starting_pods_count_against_the_queue() -> None:
     first, _ = once(snapshot(30, prefill=(2, 2), queue_s=3.0, ttft=Kept(100, 20)))
     assert first.wanted > 2
     again, _ = once(snapshot(30, prefill=(first.wanted, 2), queue_s=3.0, ttft=Kept(100, 20)))
@@ -162,21 +162,21 @@ def test_pods_that_start_count_so_that_a_queue_does_not_ask_twice() -> None:
     assert "starting" in again.reason
 
 
-def test_a_queue_that_will_be_gone_before_a_pod_is_ready_asks_for_none() -> None:
+def test_a_queue_that_ends_before_a_pod_is_ready_adds_none() -> None:
     short, _ = once(snapshot(10, prefill=(3, 3), queue_s=30.0))
     long, _ = once(snapshot(10, prefill=(3, 3), queue_s=200.0))
     assert short.wanted == 3
     assert long.wanted > 3
 
 
-def test_growth_is_expected_to_go_on_for_as_long_as_a_pod_starts_and_decline_is_not() -> None:
+def test_growth_is_extrapolated_over_a_pods_start_and_decline_is_not() -> None:
     level, growing, falling = (once(snapshot(20, before=before)) for before in (20.0, 10.0, 30.0))
     assert growing[0].wanted > level[0].wanted
     assert growing[1].wanted > level[1].wanted
     assert falling == level
 
 
-def test_missed_objectives_add_a_pod_and_teach_that_the_model_underestimates() -> None:
+def test_missed_objectives_add_a_pod_and_raise_the_bias() -> None:
     _, memory = repeated(snapshot(10, prefill=(3, 3)), 0)
     missed = snapshot(10, now=200, prefill=(3, 3), decode=(2, 2), ttft=Kept(200, 150))
     decision, memory = decide(missed, memory, POLICY)
@@ -193,21 +193,21 @@ def test_missed_objectives_add_a_pod_and_teach_that_the_model_underestimates() -
     assert soon.prefill.wanted == 4, "what ends now began before"
 
 
-def test_what_chance_explains_is_no_miss() -> None:
+def test_misses_within_chance_do_not_count() -> None:
     assert not Kept(20, 19).is_missed(0.99)
     assert Kept(20, 17).is_missed(0.99)
     assert not Kept(0, 0).is_missed(0.99)
     assert Kept(10_000, 9_800).is_missed(0.99)
 
 
-def test_pods_cannot_help_a_request_that_alone_is_too_slow() -> None:
+def test_requests_that_alone_miss_add_no_pod() -> None:
     slow = snapshot(1.5, now=500, work_s=1.4, prefill=(5, 5), ttft=Kept(100, 0))
     decision, _ = once(slow)
     assert decision.wanted == 5
     assert "alone misses TTFT" in decision.reason
 
 
-def test_without_requests_a_fleet_goes_to_zero_and_a_held_request_wakes_both_roles() -> None:
+def test_a_fleet_without_requests_scales_to_zero_and_a_held_request_starts_both_roles() -> None:
     idle = snapshot(0.0, held=0, prefill=(2, 2), decode=(2, 2))
     assert repeated(idle, 240)[0] == (2, 2)
     assert repeated(idle, 400)[0] == (0, 0)
@@ -218,14 +218,14 @@ def test_without_requests_a_fleet_goes_to_zero_and_a_held_request_wakes_both_rol
     assert [decision.wanted for decision in once(known)] == [1, 1]
 
 
-def test_decode_pods_follow_kv_where_lengths_say_too_little() -> None:
+def test_decode_pods_follow_used_kv_if_lengths_underestimate_it() -> None:
     full = snapshot(1, decode=(4, 4))
     full = replace(full, decode=replace(full.decode, kv_use=0.99))
     assert once(full)[1].wanted == 5
     assert "KV 99% used" in once(full)[1].reason
 
 
-def test_an_mm1_queue_waits_as_the_textbook_says() -> None:
+def test_an_mm1_queue_has_the_waits_of_the_textbook() -> None:
     """P(wait > t) = rho exp(-(1 - rho) t / service): one server keeps just this slack."""
     rho, service_s, miss = 0.5, 0.2, 0.01
     slack_s = math.log(rho / miss) * service_s / (1 - rho)
@@ -242,6 +242,6 @@ def test_a_queue_has_more_servers_than_load_and_fewer_with_more_slack(
     assert queue_servers(load, 1.0, slack + 1, miss) <= servers
 
 
-def test_bounds_that_contradict_are_refused() -> None:
+def test_contradictory_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match="3 to 2"):
         Bounds(3, 2)

@@ -1,4 +1,4 @@
-"""What the scaler makes of the metrics of gateways and pods."""
+"""Snapshots from the metrics of gateways and pods."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fleet() -> Iterator[Fleet]:
         served.close()
 
 
-def test_arrivals_are_counted_lately_and_before(fleet: Fleet) -> None:
+def test_arrivals_are_counted_in_a_recent_and_an_earlier_window(fleet: Fleet) -> None:
     assert not fleet.readings.is_known
     for received in [15] * 6 + [60] * 2:
         fleet.gateway.receive(received)
@@ -84,7 +84,7 @@ def test_objectives_are_those_of_classes_with_traffic_and_refusals_miss_them(fle
     assert traffic.tpot_kept == Kept(17 + 1, 14)
 
 
-def test_a_limit_of_the_whole_answer_leaves_a_limit_of_each_token(fleet: Fleet) -> None:
+def test_an_e2e_objective_gives_a_limit_per_token(fleet: Fleet) -> None:
     fleet.gateway.receive(4, "interactive")
     fleet.gateway.finish(2, output=101, name="interactive", tpot_s=0.02)
     fleet.gateway.finish(1, output=101, name="interactive", tpot_s=0.06)
@@ -95,7 +95,7 @@ def test_a_limit_of_the_whole_answer_leaves_a_limit_of_each_token(fleet: Fleet) 
     assert traffic.tpot_kept == Kept(4, 3), "the answer that began late is not late by its tokens"
 
 
-def test_what_was_learnt_is_kept_without_pods(fleet: Fleet) -> None:
+def test_lengths_and_costs_stay_known_without_pods(fleet: Fleet) -> None:
     fleet.gateway.receive(5)
     fleet.gateway.finish(5)
     fleet.prefill.compute(5)
@@ -112,13 +112,13 @@ def test_what_was_learnt_is_kept_without_pods(fleet: Fleet) -> None:
     assert after.traffic.output_tokens == before.traffic.output_tokens
 
 
-def test_totals_go_on_over_restarts_and_new_processes() -> None:
+def test_totals_continue_over_restarts_and_new_processes() -> None:
     totals = Totals(keep_s=100.0)
     for now, processes in (
         (0.0, {"a": 10.0}),
         (10.0, {"a": 30.0}),
-        (20.0, {"a": 5.0}),  # it has started again
-        (30.0, {"a": 6.0, "b": 1000.0}),  # b may have counted for days
+        (20.0, {"a": 5.0}),  # restarted
+        (30.0, {"a": 6.0, "b": 1000.0}),  # b is new to the scaler, so its counts may be old
         (40.0, {"b": 1003.0}),  # a did not answer
         (50.0, {"a": 9.0, "b": 1003.0}),
     ):
@@ -133,7 +133,7 @@ def test_totals_go_on_over_restarts_and_new_processes() -> None:
     assert totals.covered(1000) == pytest.approx(100.0, abs=10.0)
 
 
-def test_values_that_pods_do_not_know_do_not_count() -> None:
+def test_unknown_values_of_pods_do_not_count() -> None:
     pod = ServedPod()
     try:
         pod.backlog.set(float("nan"))

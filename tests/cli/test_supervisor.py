@@ -48,7 +48,7 @@ def spec(name: str, code: str, *arguments: str) -> ProcessSpec:
 
 
 class Watched:
-    """A supervisor with what it reported. A process counts as ready once it has printed a line."""
+    """A supervisor and its reports. A process counts as ready once it has printed a line."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Watched:
         return Health.SERVING if ready else Health.NOT_SERVING
 
     def pids(self, name: str) -> list[int]:
-        """Empty while it is dead."""
+        """Empty while the process is dead."""
         return [c.pid for c in self.supervisor.children if c.spec.name == name and c.pid is not None]
 
     def pid(self, name: str) -> int:
@@ -107,7 +107,7 @@ async def running(
         await watched.supervisor.stop()
 
 
-async def test_all_processes_start_together_and_are_ready_when_their_probes_say_so() -> None:
+async def test_processes_start_together_and_are_ready_when_their_probes_succeed() -> None:
     slow = "import time; time.sleep(0.3); print('up', flush=True); time.sleep(60)"
     started = time.monotonic()
     async with running([spec("a", slow)], [spec("b", slow), spec("c", slow)]) as watched:
@@ -117,7 +117,7 @@ async def test_all_processes_start_together_and_are_ready_when_their_probes_say_
         assert all(child.ready.is_set() for child in watched.supervisor.children)
 
 
-async def test_both_output_streams_arrive_line_by_line_also_an_unfinished_last_line() -> None:
+async def test_lines_of_both_output_streams_arrive_and_an_unfinished_last_one() -> None:
     code = "import sys; print('out'); sys.stdout.flush(); sys.stderr.write('err\\nlast'); sys.exit(2)"
     async with running([spec("a", code)]) as watched:
         with pytest.raises(StartupError):
@@ -151,7 +151,7 @@ async def test_a_process_that_falls_silent_is_killed_and_started_again() -> None
 async def test_a_process_that_drains_for_long_is_left_alone() -> None:
     async with running([spec("a", SLEEP)], policy=RestartPolicy(hung_after_s=0.1)) as watched:
         await watched.supervisor.wait_ready()
-        watched.lines.clear()  # it answers that it does not serve
+        watched.lines.clear()  # it reports that it does not serve
         await pause_async(1.5)
         assert not any("killed" in message for _, message in watched.events)
 
@@ -225,7 +225,7 @@ async def test_bad_settings_fail_at_once_with_the_last_lines() -> None:
             assert not any(name == "bad" and "again" in message for name, message in watched.events)
 
 
-async def test_a_process_that_never_gets_ready_is_given_up_after_a_few_deaths() -> None:
+async def test_a_process_that_dies_before_it_is_ready_fails_after_a_few_deaths() -> None:
     async with running([spec("bad", "import sys; sys.exit(1)")]) as watched:
         with pytest.raises(StartupError, match="code 1"):
             await watched.supervisor.wait_ready()
@@ -261,7 +261,7 @@ time.sleep(60)
     assert log.read_text().split() == ["gateway", "decode", "prefill", "redis"]
 
 
-async def test_what_ignores_sigterm_is_killed_after_its_grace() -> None:
+async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace_period() -> None:
     async with running([spec("a", STUBBORN)], grace_s=0.2) as watched:
         await watched.supervisor.wait_ready()
         pid = watched.pid("a")
@@ -271,7 +271,7 @@ async def test_what_ignores_sigterm_is_killed_after_its_grace() -> None:
     assert ("a", "did not end in time: killed") in watched.events
 
 
-async def test_stop_at_once_cuts_the_grace_short() -> None:
+async def test_stop_at_once_ends_the_grace_period() -> None:
     async with running([spec("a", STUBBORN)], grace_s=30.0) as watched:
         await watched.supervisor.wait_ready()
         stopping = asyncio.create_task(watched.supervisor.stop())
@@ -280,7 +280,7 @@ async def test_stop_at_once_cuts_the_grace_short() -> None:
         await asyncio.wait_for(stopping, 3.0)
 
 
-async def test_what_a_process_leaves_behind_in_its_session_ends_with_it() -> None:
+async def test_other_processes_of_its_session_end_with_a_process() -> None:
     code = (
         "import subprocess, sys, time; "
         "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True); "
@@ -293,7 +293,7 @@ async def test_what_a_process_leaves_behind_in_its_session_ends_with_it() -> Non
         await until(lambda: not is_alive(grandchild))
 
 
-async def test_stopping_while_a_restart_is_awaited_starts_nothing_more() -> None:
+async def test_stopping_during_the_backoff_starts_no_process() -> None:
     policy = RestartPolicy(first_delay_s=30.0)
     async with running([spec("a", SLEEP)], policy=policy) as watched:
         await watched.supervisor.wait_ready()
@@ -303,7 +303,7 @@ async def test_stopping_while_a_restart_is_awaited_starts_nothing_more() -> None
     assert len(watched.lines) == 1
 
 
-def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     program = """
 import asyncio, sys
 from tandem_cli.up.supervisor import Health, ProcessSpec, Supervisor
@@ -348,7 +348,7 @@ async def test_a_process_that_does_not_become_ready_is_killed_and_started_again(
         await until(lambda: watched.pids("a") not in ([], before))
 
 
-async def test_a_gateway_is_probed_where_callers_cannot_be() -> None:
+async def test_a_gateway_is_probed_at_a_port_without_callers() -> None:
     serving = threading.Event()
     server = MetricsServer(
         CollectorRegistry(), "127.0.0.1", 0, is_ready=lambda: True, is_serving=serving.is_set
@@ -358,7 +358,7 @@ async def test_a_gateway_is_probed_where_callers_cannot_be() -> None:
         assert await health.probe(gateway) is Health.NOT_SERVING
         serving.set()
         assert await health.probe(gateway) is Health.SERVING
-        server._loop = asyncio.new_event_loop()  # one that never runs, as a hung one
+        server._loop = asyncio.new_event_loop()  # never runs, like a hung process
         assert await health.probe(gateway) is Health.SILENT
         server._loop.close()
     finally:

@@ -1,4 +1,4 @@
-"""`tandem top` reads the samples of a gateway's own endpoint and prints what they say."""
+"""`tandem top` reads and prints the samples of a gateway."""
 
 import asyncio
 import hashlib
@@ -55,7 +55,7 @@ def sample(number: int) -> Sample:
 @pytest.fixture
 async def serve(tmp_path: Path) -> AsyncIterator[Callable]:
     """`await serve(history)` serves a history as a gateway does; returns the address. With several histories
-    their gateways answer in turns."""
+    their gateways take turns."""
     servers = []
 
     async def refuse(request, error):
@@ -102,7 +102,7 @@ def line(text: str, start: str) -> list[str]:
     return next(line for line in text.splitlines() if line.startswith(start)).split()
 
 
-async def test_it_prints_the_numbers_of_the_samples(serve):
+async def test_the_display_has_the_numbers_of_the_samples(serve):
     shown = await top(await serve(filled(701)))
     assert shown.returncode == 0, shown.stderr
     text = shown.stdout
@@ -123,7 +123,7 @@ async def test_it_prints_the_numbers_of_the_samples(serve):
     assert bar.count("█") == pytest.approx(2 * bar.count("·"), abs=1)
 
 
-async def test_a_feed_reads_each_sample_once_and_begins_anew_with_the_gateway(serve):
+async def test_a_feed_reads_each_sample_once_and_restarts_with_the_gateway(serve):
     history = filled(5)
     feed = Feed(await serve(history))
     await asyncio.to_thread(feed.poll)
@@ -137,7 +137,7 @@ async def test_a_feed_reads_each_sample_once_and_begins_anew_with_the_gateway(se
     assert feed.before(1000.0)["number"] == 0
 
 
-async def test_behind_one_address_of_several_gateways_a_feed_pauses_and_then_says_so(serve):
+async def test_a_feed_reports_several_gateways_behind_one_address(serve):
     first, second = filled(5), filled(3)
     feed = Feed(await serve(first, second))
     await asyncio.to_thread(feed.poll)
@@ -150,7 +150,7 @@ async def test_behind_one_address_of_several_gateways_a_feed_pauses_and_then_say
         await asyncio.to_thread(feed.poll)
 
 
-async def test_a_gateway_without_a_sample_and_an_address_without_a_gateway(serve):
+async def test_a_missing_sample_and_a_missing_gateway_are_reported(serve):
     shown = await top(await serve(History()))
     assert (shown.returncode, shown.stdout.strip()) == (0, "the gateway has no sample yet")
     refused = await top("http://127.0.0.1:9")
@@ -159,7 +159,7 @@ async def test_a_gateway_without_a_sample_and_an_address_without_a_gateway(serve
     assert "--target" in refused.stderr
 
 
-async def test_it_needs_an_operators_key(serve, tmp_path):
+async def test_tandem_top_needs_an_operators_key(serve, tmp_path):
     path = tmp_path / "keys.jsonl"
     digest = hashlib.sha256(b"ops-key").hexdigest()
     path.write_text(f'{{"key_sha256": "{digest}", "tenant": "ops", "operator": true}}\n')

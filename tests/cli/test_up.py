@@ -73,7 +73,7 @@ def free_base_port() -> int:
 
 @pytest.fixture
 def installation(tmp_path: Path) -> Path:
-    """A virtual environment with this one's packages and pods of our own; returns its python."""
+    """A virtual environment with this one's packages and fake pods; returns its python."""
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "lib").symlink_to(Path(sys.prefix) / "lib")
@@ -141,7 +141,7 @@ def up(python: Path, *arguments: str, stdout: int | None = None) -> Iterator[Up]
         process.wait()
 
 
-def test_a_fleet_from_start_to_end(installation: Path) -> None:
+def test_a_fleet_starts_serves_and_ends(installation: Path) -> None:
     with up(installation, "--decode", "2") as fleet:
         ready = fleet.wait_for(lambda state: state.ready)
         assert ready.supervisor_pid == fleet.process.pid
@@ -177,7 +177,7 @@ def test_a_fleet_from_start_to_end(installation: Path) -> None:
         assert drained[-1] == "lookahead"
 
 
-def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(installation: Path) -> None:
+def test_a_fleet_that_cannot_start_names_the_reason_and_leaves_no_process(installation: Path) -> None:
     with up(installation, "--set", "decode.crash=2") as fleet:
         assert fleet.process.wait(30) == 1
         assert "decode-0 cannot start: it ended with code 2" in fleet.log()
@@ -185,7 +185,7 @@ def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(installation: Pat
 
 
 def kill_decode_pod(fleet: Up, state: FleetRecord) -> None:
-    """And waits until another one serves."""
+    """Kills the decode pod and waits until its successor serves."""
     (pid,) = state.pids("decode")
     target = next(f"127.0.0.1:{pod.ports['grpc']}" for pod in state.pods if pod.role == "decode")
     os.kill(pid, signal.SIGKILL)
@@ -193,7 +193,7 @@ def kill_decode_pod(fleet: Up, state: FleetRecord) -> None:
     wait_until(lambda: asyncio.run(health.check(target)) is Health.SERVING, limit_s=30, interval_s=0.1)
 
 
-def test_a_fleet_restarts_pods_when_the_reader_of_its_log_is_gone(installation: Path) -> None:
+def test_a_fleet_restarts_pods_after_the_reader_of_its_log_closed(installation: Path) -> None:
     reader, writer = os.pipe()
     with up(installation, "--decode", "1", stdout=writer) as fleet:
         os.close(writer)

@@ -31,12 +31,12 @@ def test_the_default_fleet_has_the_documented_ports() -> None:
     }
 
 
-def test_default_ports_are_outside_of_those_that_linux_gives_to_clients() -> None:
+def test_default_ports_are_outside_linux_ephemeral_ports() -> None:
     for spec in plan_fleet(replace(OPTIONS, num_prefill=32, num_decode=32, num_gateways=8)).processes:
         assert all(port < 32768 for port in spec.ports.values()), spec.name
 
 
-def test_who_calls_others_is_stopped_first() -> None:
+def test_callers_are_stopped_before_callees() -> None:
     stages = [{spec.role for spec in stage} for stage in plan_fleet(OPTIONS).stages]
     assert stages == [{"gateway"}, {"decode"}, {"prefill"}, {"lookahead"}, {"redis"}]
 
@@ -85,21 +85,21 @@ def test_several_gateways_have_consecutive_ports_and_share_a_redis() -> None:
 
 
 @pytest.mark.parametrize("speculation", [SpeculationMode.OFF, SpeculationMode.LOCAL])
-def test_no_lookahead_service_runs_when_nobody_would_ask_it(speculation: SpeculationMode) -> None:
+def test_no_lookahead_service_runs_without_shared_drafts(speculation: SpeculationMode) -> None:
     plan = plan_fleet(replace(OPTIONS, speculation=speculation))
     assert {"lookahead", "redis"}.isdisjoint(spec.role for spec in plan.processes)
     assert all("--lookahead" not in spec.command for spec in plan.processes)
 
 
 @pytest.mark.parametrize("speculation", [SpeculationMode.CHAIN, SpeculationMode.GLOBAL])
-def test_pods_that_draft_from_others_text_have_a_lookahead_service(speculation: SpeculationMode) -> None:
+def test_pods_with_shared_drafts_have_a_lookahead_service(speculation: SpeculationMode) -> None:
     plan = plan_fleet(replace(OPTIONS, speculation=speculation))
     decode = [spec.command for spec in plan.processes if spec.role == "decode"]
     assert all(command[command.index("--speculation") + 1] == speculation for command in decode)
     assert all("--lookahead" in command for command in decode)
 
 
-def test_without_prefill_pods_the_gateway_is_told_of_none() -> None:
+def test_without_prefill_pods_the_gateway_has_no_flag_for_them() -> None:
     plan = plan_fleet(replace(OPTIONS, num_prefill=0))
     assert "--prefill" not in plan.processes[0].command
 
@@ -124,7 +124,7 @@ def test_an_extra_flag_reaches_all_pods_of_its_role_and_no_other() -> None:
         assert (spec.command[-2:] == ("--draft-nodes", "7")) == (spec.role == "decode")
 
 
-def test_on_shared_cores_gateways_come_first_and_prefill_pods_last() -> None:
+def test_gateways_have_the_highest_priority_and_prefill_pods_the_lowest() -> None:
     by_role = {spec.role: spec.command for spec in plan_fleet(OPTIONS).processes}
     assert by_role["prefill"][by_role["prefill"].index("--nice") + 1] == "6"
     assert by_role["gateway"][by_role["gateway"].index("--nice") + 1] == "-5"
@@ -153,7 +153,7 @@ def test_impossible_numbers_are_refused_by_name(change: dict[str, int], named: s
 
 
 @pytest.mark.parametrize(("purpose", "flag"), [("http", "--http-port"), ("grpc", "--grpc-port")])
-def test_a_port_in_use_is_named_with_the_flag_that_moves_it(purpose: str, flag: str) -> None:
+def test_a_port_in_use_is_named_with_the_flag_that_changes_it(purpose: str, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         options = replace(OPTIONS, **{f"{purpose}_port": port})  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Front:
-    """A running gateway and clients of both its faces."""
+    """A running gateway and clients of both its ports."""
 
     def __init__(self, process: GatewayProcess) -> None:
         self.process = process

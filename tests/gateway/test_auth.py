@@ -1,4 +1,4 @@
-"""API keys: on both faces, tenants, SLO classes, and a keys file that says what is wrong with it."""
+"""API keys on both ports, tenants, SLO classes, and errors in the keys file."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ CHAT = "/v1/chat/completions"
 
 
 def line(key: str, tenant: str, **fields: object) -> str:
-    """Of a keys file."""
+    """A line of a keys file."""
     return json.dumps({"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant, **fields})
 
 
@@ -56,8 +56,8 @@ async def test_http_requires_a_known_key(pods, gateway, keys_file):
     assert pod.requests[0].tenant == "acme"
 
 
-async def test_only_an_operator_sees_which_prompts_pods_compute(pods, gateway, tmp_path):
-    """Their ids are chosen by the clients of all tenants."""
+async def test_only_operators_see_the_prompts_that_pods_compute(pods, gateway, tmp_path):
+    """Clients of all tenants choose the ids of these prompts."""
     path = tmp_path / "keys"
     path.write_text(f"{line('user-key', 'acme')}\n{line('boss-key', 'boss', operator=True)}\n")
     front = await gateway(await pods(num_prompts=2), api_keys_file=path)
@@ -149,7 +149,7 @@ def test_a_tenant_has_one_weight(tmp_path):
 
 @pytest.mark.parametrize("field", ["max_requests", "tokens_per_minute"])
 def test_limits_belong_to_the_tenant_and_not_to_a_line(field, tmp_path):
-    """Otherwise a second key, as while a key is rotated, has none."""
+    """Otherwise a second key, for example during a key rotation, would have no limits."""
     path = tmp_path / "keys"
     path.write_text(f"{line('a', 'acme', **{field: 7})}\n{line('b', 'acme')}\n{line('c', 'blue')}\n")
     keys = ApiKeys.load(path)
@@ -159,7 +159,7 @@ def test_limits_belong_to_the_tenant_and_not_to_a_line(field, tmp_path):
         ApiKeys.load(path)
 
 
-def test_who_may_call_is_one_sentence(tmp_path):
+def test_the_log_names_who_may_call_in_one_sentence(tmp_path):
     assert ApiKeys.load(None).described() == "no API keys: everyone who reaches the ports may use the models"
     path = tmp_path / "keys"
     path.write_text(f"{line('a', 'acme')}\n{line('b', 'acme')}\n{line('c', 'blue')}\n")
@@ -173,7 +173,7 @@ def test_a_key_has_one_line(tmp_path):
         ApiKeys.load(path)
 
 
-def test_a_file_is_read_again_only_when_it_is_no_longer_written(tmp_path):
+def test_a_file_that_is_being_written_is_not_read_again(tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"{line('a', 'acme')}\n{line('b', 'acme')}\n")
     keys = ApiKeys.load(path)

@@ -1,4 +1,4 @@
-"""The command: a wrong setting is one sentence and exit code 2."""
+"""The command: a wrong setting gives one sentence and exit code 2."""
 
 import socket
 import subprocess

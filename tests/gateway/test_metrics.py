@@ -1,4 +1,4 @@
-"""What a gateway serves at /metrics: the table's names, and numbers that add up."""
+"""A gateway's /metrics: the table's names, and numbers that add up."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_requests_wait_in_the_gateway_or_in_pods_and_are_counted_once(pods
     # Three of another gateway.
     decode.num_waiting, decode.num_running, prefill.num_running = 4, 2, 0
     await until(1 + 2, 1)
-    # More than there are: the report is older.
+    # More than exist: the report is older.
     decode.num_waiting, decode.num_running = 30, 0
     await until(1 + 3, 0)
     assert await other.metric("vllm:num_requests_waiting") == 0
@@ -166,7 +166,7 @@ async def test_the_stage_that_took_too_long_is_the_cause(pods, gateway, tmp_path
     pod = await pods(pause_s=0.3)
     front = await gateway(pod, slo_classes_file=tmp_path / "slo.json", slo_slack=0.0)
     await ask(front, slo_class="chat")
-    # The fake pod's receipt accounts for next to nothing of the .9 s that its words take.
+    # The fake pod's receipt explains almost nothing of the .9 s that its words take.
     assert await front.metric('tandem_slo_misses_total{slo_class="chat",cause="other"}') == 1
 
 

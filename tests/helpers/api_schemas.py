@@ -14,7 +14,7 @@ def text(max_length: int = 12, min_length: int = 0, **more: object) -> Schema:
 
 
 def obj(properties: dict[str, object], optional: tuple[str, ...] = (), **more: object) -> Schema:
-    """Closed; all properties are required but the optional ones."""
+    """A closed object; all properties except the optional ones are required."""
     required = [name for name in properties if name not in optional]
     return {
         "type": "object",
@@ -30,7 +30,7 @@ def array(items: object, max_items: int = 3, min_items: int = 0, **more: object)
 
 
 def nullable(schema: object) -> Schema:
-    """As pydantic writes an Optional field."""
+    """An Optional field in pydantic's form."""
     return {"anyOf": [schema, {"type": "null"}], "default": None}
 
 

@@ -55,7 +55,7 @@ class Page:
         await self.call("Browser.close")
 
     async def read(self) -> None:
-        """Until the browser ends."""
+        """Reads until the browser ends."""
         while True:
             try:
                 message = json.loads((await self._reader.readuntil(b"\0"))[:-1])
@@ -97,7 +97,7 @@ class Page:
 
 @asynccontextmanager
 async def open_page(profile: Path) -> AsyncIterator[Page]:
-    """A tab of a browser of its own; `profile` is an empty folder."""
+    """A tab of a separate browser; `profile` is an empty folder."""
     assert PROGRAM is not None
     for_browser, write_fd = os.pipe()
     read_fd, of_browser = os.pipe()

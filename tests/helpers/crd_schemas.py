@@ -1,7 +1,6 @@
-"""Shapes of the custom resources in deploy/, written down from their documentation, since the projects' own
-schemas cannot be reached here. They hold the fields that deploy/ uses and refuse all others: a misspelt field
-is found. Whether a controller accepts the values is not checked.
-"""
+"""Shapes of the custom resources in deploy/, written from their documentation, because the projects' schemas
+are not available offline. They have the fields that deploy/ uses and refuse all others, such as misspelt
+ones. They do not check whether a controller accepts the values."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ _RULE = obj(
     **{"for": DURATION, "keep_firing_for": DURATION},
 )
 
-#: Of `spec`, by apiVersion and kind.
+#: Schemas of `spec`, by apiVersion and kind.
 SPECS: dict[tuple[str, str], Schema] = {
     ("cert-manager.io/v1", "Issuer"): obj(selfSigned=obj(), ca=obj("secretName", secretName=STRING)),
     ("cert-manager.io/v1", "Certificate"): obj(

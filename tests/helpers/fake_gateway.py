@@ -32,11 +32,11 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
     #: Speculation mode -> the answer to requests for it.
     by_mode: dict[str, Answer] = field(default_factory=dict)
     pause_s: float = 0.0
-    #: Every request whose number is a multiple is refused; 0: none.
+    #: Requests whose number is a multiple of this are refused; 0: none.
     refuse_each: int = 0
-    #: With a refusal: when to send the request again, in milliseconds; 0: it does not say.
+    #: Retry-after of a refusal in milliseconds; 0: none.
     retry_after_ms: int = 0
-    #: Chats end after so many chunks with UNAVAILABLE, unless they are resumed; 0: they do not.
+    #: Chats end after this many chunks with UNAVAILABLE, unless they are resumed; 0: they do not.
     cut_after: int = 0
     target: str = ""
     requests: list[gateway_pb2.ChatRequest] = field(default_factory=list)
@@ -48,7 +48,7 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
 
     @contextmanager
     def serving(self) -> Iterator[FakeGateway]:
-        """Itself, at `target`."""
+        """Serves at `target`; yields itself."""
         with serving(self, gateway_pb2_grpc.add_GatewayServiceServicer_to_server) as self.target:
             yield self
 

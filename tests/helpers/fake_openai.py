@@ -26,7 +26,7 @@ class FakeOpenAI:
 
     @contextmanager
     def serving(self) -> Iterator[FakeOpenAI]:
-        """Itself, at `url`."""
+        """Serves at `url`; yields itself."""
         handler = type("Handler", (_Handler,), {"fake": self})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -76,4 +76,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Logs nothing."""

@@ -28,7 +28,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 def peer(name: str, source: str) -> Peer:
-    """The server that a Python source is."""
+    """The peer whose server is this Python source."""
     return Peer(
         name,
         "m",

@@ -33,15 +33,15 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     #: Fails with this status after `fail_after` chunks.
     fail_with: grpc.StatusCode | None = None
     fail_after: int = 0
-    #: Says before each word that it drains.
+    #: Sends before each word that it drains.
     is_draining: bool = False
     #: Crashes of prefill pods that it reports first.
     prefill_crashes: int = 0
     #: Attempts at prefill pods that failed, which it reports then.
     prefill_failures: int = 0
-    #: In its receipts.
+    #: Reported in its receipts.
     cached_tokens: int = 0
-    #: Seconds of each step, as it reports them; 0: it does not know.
+    #: Reported seconds per step; 0: unknown.
     step_s: float = 0.0
     #: Log probabilities are -1 / (1 + seed).
     logprob_of_seed: bool = False
@@ -56,10 +56,10 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     total_blocks: int = 100
     free_blocks: int = 100
     num_running: int = 0
-    #: Of a thousand tokens each, which it has yet to compute.
-    #: Of its report.
+    #: Prompts of a thousand tokens each that it has yet to compute.
+    #: Fields of its report.
     num_waiting: int = 0
-    #: Of each receipt.
+    #: Fields of each receipt.
     num_preemptions: int = 0
     num_prefill_preemptions: int = 0
     num_prompts: int = 0
@@ -72,7 +72,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     started: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     num_status_calls: int = 0
-    #: Status calls raise this, while the health service says SERVING.
+    #: Status calls raise this, while the health service reports SERVING.
     status_error: Exception | None = None
     server: PodServer | None = None
     #: Certificates for mutual TLS, as the settings pod_tls_*; then only gateways may call it.
@@ -171,7 +171,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
         )
 
     async def _search(self, request, context):
-        """As many texts as beams, of one, two, ... words."""
+        """A text per beam, of one, two, ... words."""
         end = time.monotonic() + self.pause_s
         while (left_s := end - time.monotonic()) > 0:
             await pause_async(min(left_s, 0.1))

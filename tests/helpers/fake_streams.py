@@ -1,4 +1,4 @@
-"""A device of two streams on CPU memory: what is launched runs later, when a test or a waiting host says."""
+"""A device of two streams on CPU memory: launched work runs later, when a test or a waiting host runs it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class FakeStreams:
 
 
 class SlowStreams(FakeStreams):
-    """The same with a thread as the device; a host that waits only waits."""
+    """As FakeStreams, with a thread as the device; a waiting host runs nothing."""
 
     def __init__(self, copy_s: float = 0.0005) -> None:
         super().__init__()

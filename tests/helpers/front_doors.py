@@ -23,7 +23,7 @@ async def front_door(
     waits: bool = True,
     **settings: object,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, gateway_pb2_grpc.GatewayServiceStub]]:
-    """A gateway that sees all the pods, if it `waits` for them."""
+    """A gateway; with `waits` it sees all pods when it is yielded."""
     process = GatewayProcess(
         GatewaySettings(
             model=model, decode=decode, prefill=prefill, grpc_port=0, http_port=0, poll_interval_s=0.1,

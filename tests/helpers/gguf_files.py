@@ -39,7 +39,7 @@ def random_blocks(kind: Kind, rows: int, depth: int, seed: int, scale: float = 0
         _set_other_scales(kind, blocks, generator)
         return blocks.reshape(rows, -1)
     factors = generator.uniform(0.5, 1.5, (len(blocks), len(FACTORS[kind]))).astype(np.float32)
-    # A minimum takes the codes' mean away.
+    # A minimum subtracts the codes' mean.
     unit = 1.0
     for _ in range(2):
         for n, at in enumerate(FACTORS[kind]):
@@ -92,10 +92,8 @@ def write_gguf(
     extra: Mapping[str, NDArray[Any]] | None = None,
     split: int = 0,
 ) -> list[Path]:
-    """A model whose matrices have the formats that kind_of says; norms and biases are float32.
-
-    keys adds metadata, extra tensors of float32. With split, one file for so many tensors. Returns the files.
-    """
+    """A model whose matrices have the formats of kind_of; norms and biases are float32. keys adds metadata,
+    extra adds float32 tensors. split: tensors per file. Returns the files."""
     options = {"split_max_tensors": split} if split else {}
     writer = gguf.GGUFWriter(path, arch, **options)
     writer.add_vocab_size(VOCABULARY)

@@ -1,8 +1,6 @@
-"""The JSON schemas that guides are tested and measured with, and the judge of what was generated.
-
-BY_HAND has the shapes of real APIs; `generated` composes schemas at random, nested as those are. An instance
-is judged by jsonschema with its checks of formats.
-"""
+"""JSON schemas for tests and benchmarks of guides, and the check of generated texts. BY_HAND has the shapes
+of real APIs; `generated` composes random schemas of similar nesting. jsonschema with its format checks judges
+instances."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ _PATTERNS = (
     "^$",
     "^.{0,5}$",
 )
-#: With a length that bounds those that would go on for ever.
+#: Length limit by format, because some formats have none.
 _FORMATS = {
     "date": 10,
     "time": 25,

@@ -12,7 +12,7 @@ from tandem_engine import model_loader
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-#: Of unknown tokens, beginning and end, with the first ids.
+#: Unknown token, beginning and end, with the first ids.
 SPECIAL = ("<unk>", "<s>", "</s>")
 TEXTS = (
     json.dumps(
@@ -25,12 +25,13 @@ TEXTS = (
 
 
 def byte_level() -> Tokenizer:
-    """As in GPT-2, Llama 3 and Qwen."""
+    """A tokenizer as in GPT-2, Llama 3 and Qwen."""
     return toy_tokenizers.trained(TEXTS * 3, 384, SPECIAL)
 
 
 def byte_fallback() -> Tokenizer:
-    """As in Llama 2 and Mistral: characters, pieces of text, and <0x00> ... for bytes of other characters."""
+    """A tokenizer as in Llama 2 and Mistral: characters, pieces of text, and <0x00> ... for bytes of other
+    characters."""
     trained = Tokenizer(models.BPE())
     marked = [text.replace(" ", "▁") for text in TEXTS * 3]
     trained.train_from_iterator(marked, trainers.BpeTrainer(vocab_size=160, show_progress=False))

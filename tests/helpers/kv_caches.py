@@ -38,7 +38,7 @@ def block_bytes(cache: torch.Tensor, block_ids: object) -> bytes:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit by bit: random bytes are NaN at times."""
+    """Compares bits, because random bytes may be NaN."""
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 

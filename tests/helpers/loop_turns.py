@@ -1,4 +1,4 @@
-"""How long the turns of the event loop take, which all streams of a gateway share."""
+"""Measures iterations of the event loop, which all streams of a gateway share."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-#: Of CPU time between two turns. Not of the clock: other processes share the cores.
+#: CPU time of an iteration. Not wall time, because other processes share the cores.
 STALL_S = 0.05
 
 
 @asynccontextmanager
 async def watched_loop() -> AsyncIterator[list[float]]:
-    """CPU seconds of each turn while it is open.
-
-    As in a gateway's process, the garbage collector leaves alone what was there before: here also what all
-    tests have imported.
-    """
+    """CPU seconds of each iteration while it is open. As in a gateway, the garbage collector ignores older
+    objects: here also imports of all tests."""
     turns: list[float] = []
 
     async def watch() -> None:

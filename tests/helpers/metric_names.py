@@ -8,13 +8,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tandem_service.metric_rows import Process, Row
 from tandem_service.metric_table import TABLE
 
-#: Of prometheus_client, about the process itself.
+#: Metrics of prometheus_client about the process.
 _FOREIGN = ("process_", "python_")
 
 
 def differences(exposition: str, process: Process, without: Collection[Row] = ()) -> list[str]:
-    """What is served but not in the table, in the table but not served, or has another type or other labels.
-    `without`: rows that this process need not serve now."""
+    """Names that are served but not in the table, in the table but not served, or have another type or other
+    labels. `without`: rows that this process need not serve now."""
     rows = {row.name: row for row in TABLE if process in row.served_by}
     found, faults = set(), []
     for family in text_string_to_metric_families(exposition):

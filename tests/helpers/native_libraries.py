@@ -82,7 +82,8 @@ def _build_script() -> dict[str, Any]:
 
 @cache
 def _built(name: str, build: Callable[[Path], Sequence[Path | None]]) -> Path:
-    """A folder with what `build` makes, called where a source is newer; one worker does, the others wait."""
+    """A folder with the output of `build`, called if a source is newer; one worker builds, the others
+    wait."""
     folder = _BUILD / name
     folder.mkdir(parents=True, exist_ok=True)
     sources = [path for path in (_ROOT / "kernels/csrc").rglob("*") if path.is_file()]

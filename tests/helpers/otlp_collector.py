@@ -26,7 +26,7 @@ class Span:
     end_ns: int
     attributes: dict[str, object]
     status: int
-    #: Of the process: service.name and service.instance.id.
+    #: service.name and service.instance.id of the process.
     service: str
     instance: str
 
@@ -70,7 +70,7 @@ class Collector:
                     ]
 
     def spans(self) -> list[Span]:
-        """By start."""
+        """The spans, ordered by start."""
         with self._lock:
             return sorted(self._spans, key=lambda span: (span.start_ns, -span.end_ns))
 
@@ -82,7 +82,7 @@ class Collector:
         return span
 
     def children(self, parent: Span) -> list[Span]:
-        """By start and end."""
+        """The children, ordered by start and end."""
         found = [span for span in self.spans() if span.parent_id == parent.span_id]
         return sorted(found, key=lambda span: (span.start_ns, span.end_ns))
 
@@ -116,7 +116,7 @@ def collecting() -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Logs nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
@@ -132,7 +132,7 @@ def collecting() -> Iterator[Collector]:
 
 
 def _values(pairs: object) -> dict[str, object]:
-    """Of OTLP's key-value pairs; an array is the list of its values."""
+    """Values of OTLP's key-value pairs; an array is a list."""
     found: dict[str, object] = {}
     for pair in pairs:  # type: ignore[attr-defined]
         kind = pair.value.WhichOneof("value")

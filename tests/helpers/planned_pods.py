@@ -44,8 +44,8 @@ def request_of(
     arrived: float = 1000.0,
     slo: SloTarget = DEFAULT_SLO_CLASSES["batch"],
 ) -> TokenizedRequest:
-    """It arrives when a `still_clock.Clock` begins. Its answer is expected to have `max_tokens` tokens, up to
-    128."""
+    """A request that arrives when a `still_clock.Clock` begins. The expected answer has `max_tokens` tokens,
+    at most 128."""
     sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens)
     return TokenizedRequest(request_id, tenant, tuple(tokens), sampling, slo, arrived, arrived + 600)
 

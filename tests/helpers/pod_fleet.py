@@ -43,7 +43,7 @@ class Fleet:
         return decode.status.usage, prefill.status.usage
 
     async def assert_idle(self) -> None:
-        """Within five seconds nothing is held any more on either side."""
+        """Both pods free everything within five seconds."""
         kept: list[dict[str, object]] = []
 
         async def is_idle() -> bool:

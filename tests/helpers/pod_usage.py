@@ -1,4 +1,4 @@
-"""What a pod still holds, by its own status."""
+"""The resources that a pod still holds, by its status."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tandem_proto.v1 import common_pb2
 
 
 def held(usage: common_pb2.ResourceUsage) -> dict[str, object]:
-    """Entry -> value of whatever an idle pod must not have; {} when everything was given back."""
+    """Entries of the status that must be empty in an idle pod, with their values; {} if all are."""
     names = ("blocks_used", "requests_waiting", "requests_running", "transfers_open",
              "credit_bytes_outstanding", "streams_open", "violations")  # fmt: skip
     kept = {name: getattr(usage, name) for name in names if getattr(usage, name)}

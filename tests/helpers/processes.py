@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on, for now."""
+    """A loopback port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -44,7 +44,7 @@ class RedisServer:
 
 
 async def answers(client: redis.Redis) -> None:
-    """Until a server that has just been started answers."""
+    """Waits until a server that was just started answers."""
 
     async def is_up() -> bool:
         try:
@@ -84,7 +84,7 @@ async def cluster(folder: Path, num_nodes: int = 3) -> AsyncIterator[list[str]]:
 
 
 async def _join(ports: list[tuple[int, int]]) -> None:
-    """What `redis-cli --cluster create` does."""
+    """Joins the servers, as `redis-cli --cluster create` does."""
     clients = [redis.Redis(port=port) for port, _ in ports]
     bounds = [16384 * at // len(ports) for at in range(len(ports) + 1)]
     for client, first, last in zip(clients, bounds, bounds[1:], strict=False):

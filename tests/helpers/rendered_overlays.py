@@ -1,4 +1,4 @@
-"""The overlays of deploy/k8s as rendered, to seed faults in."""
+"""The rendered overlays of deploy/k8s, into which tests inject faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rendered(overlay: str) -> str:
 
 
 class Manifests:
-    """Those of an overlay, to seed a fault in."""
+    """Manifests of an overlay, into which a test injects a fault."""
 
     def __init__(self, overlay: str) -> None:
         self.all: list[Manifest] = list(yaml.safe_load_all(rendered(overlay)))

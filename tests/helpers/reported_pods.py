@@ -40,7 +40,7 @@ MODEL = PodModel(
     chunk_size=100,
     enough_prompt_tokens=100,
 )
-#: Median and upper quantile of measured over predicted times before anything is measured.
+#: Median and upper quantile of measured / predicted times without measurements.
 MEDIAN, HIGH = 1.05, 1.3
 
 _numbers = itertools.count()
@@ -57,7 +57,7 @@ def request(
 
 
 def again(asked: TokenizedRequest, **fields: Any) -> TokenizedRequest:
-    """The request of a client that comes back now."""
+    """The request of a client that returns now."""
     now = time.monotonic()
     return replace(asked, request_id=f"r{next(_numbers)}", arrived=now, deadline=now + 600, **fields)
 

@@ -88,7 +88,7 @@ def _value(field: FieldDescriptor, rng: random.Random) -> object:
 def payloads(
     method: MethodDescriptor, honest: Message, number: int, rng: random.Random
 ) -> Iterator[list[bytes]]:
-    """The messages of so many calls: the honest one first, then with fields or bytes changed."""
+    """The messages of this many calls: the honest one first, then with changed fields or bytes."""
     yield [honest.SerializeToString()]
     for _ in range(number - 1):
         sent = []

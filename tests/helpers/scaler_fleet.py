@@ -134,7 +134,7 @@ class ScalerFleet:
         )
 
     def load(self, count: int) -> None:
-        """So many requests come and end in time."""
+        """Counts requests that end in time."""
         self.gateway.receive(count)
         self.gateway.finish(count)
         self.prefill[0].compute(count)

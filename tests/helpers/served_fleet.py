@@ -15,7 +15,7 @@ from waiting import until_async
 
 @asynccontextmanager
 async def served(tiny_model: Path, **options: object) -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
-    """Both pods and a gateway before them."""
+    """Both pods and their gateway."""
     async with run_fleet(tiny_model, **options) as fleet:
         process = GatewayProcess(
             GatewaySettings(

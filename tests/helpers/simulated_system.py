@@ -1,11 +1,11 @@
 """The real gateway and the real engine in simulated time: only the model is not computed.
 
     client -> Gateway.run: admission, forecasts, router, relay -> SimulatedPod: the engine's scheduler and its
-              measurement of costs; a step takes as long as given costs say, times the machine's Speed
+              measurement of costs; the step time follows from given costs and the machine's Speed
 
-All run in one process on a clock that jumps from event to event. So a minute of overload takes a few seconds,
-two runs with the same seed are equal, and what is wrong with a decision can be told from what is wrong with
-the machine. Nothing but steps takes time: neither the gateway's own work nor the network.
+All run in one process on a clock that jumps from event to event. A minute of overload takes a few seconds,
+runs with one seed are equal, and wrong decisions can be separated from noise of the machine. Only steps take
+time; the gateway's own work and the network take none.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ from tandem_service.tracing import Tracing
 T = TypeVar("T")
 
 _TARGET = "127.0.0.1:1"
-#: Beginnings of the ids of requests that are decided beforehand.
+#: Prefix of the ids of requests whose decision is given.
 _ADMITTED, _REFUSED = "admitted-", "refused-"
 _RETRY_S = 1.0
 #: Tokens of the simulated engine: ids of the real tokenizer modulo this.
 _VOCABULARY = 64
-#: Of a simulated draft.
+#: Length of a simulated draft.
 _NUM_GUESSES = 4
 #: A pod sends something at least this often.
 _HEARTBEAT_S = 0.25
-#: Of the machine's slow changes.
+#: Time constant of the machine's slow changes, s.
 _DRIFT_S = 10.0
 _NS_PER_S = 1_000_000_000
 
@@ -99,7 +99,7 @@ class VirtualTime:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """For everything in the process that reads a clock through the module `time`."""
+        """Replaces the clocks of the module `time` in this process."""
         with (
             patch("time.monotonic", self.now),
             patch("time.perf_counter", self.now),
@@ -108,7 +108,7 @@ class VirtualTime:
             yield
 
     def run_for(self, seconds: float) -> None:
-        """From outside of the loop."""
+        """Lets this time pass; called from outside the loop."""
         handle = self.loop.call_later(seconds, self.loop.stop)
         self.loop.run_forever()
         handle.cancel()
@@ -118,7 +118,7 @@ class VirtualTime:
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Instead of waiting, lets the time pass."""
+    """Advances the time instead of waiting."""
 
     def __init__(self, clock: VirtualTime) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Jumping(selectors.DefaultSelector):
 
 @dataclass(frozen=True)
 class PodSpec:
-    """A decode pod that also computes the prompts. The costs are true; those that it reports it measures."""
+    """A decode pod that also computes the prompts. These are the true costs; it reports measured ones."""
 
     prefill: StepCost
     decode: StepCost
@@ -160,7 +160,7 @@ class PodSpec:
 
 
 class Speed:
-    """By what factor steps take longer than costs say: of each step by chance, and slowly changing."""
+    """Factor between step times and costs: random per step, and slowly changing."""
 
     def __init__(self, clock: VirtualTime, noise: float, drift: float, seed: int) -> None:
         """`noise`, `drift`: standard deviations of the factor's logarithm."""
@@ -177,7 +177,7 @@ class Speed:
 
 
 class _Runner:
-    """In place of a ModelRunner: a step computes nothing, and the others' time passes meanwhile."""
+    """Replaces a ModelRunner: a step computes nothing, and only time passes."""
 
     def __init__(self, clock: VirtualTime, spec: PodSpec, speed: Speed) -> None:
         self._clock, self._spec, self._speed = clock, spec, speed
@@ -191,7 +191,7 @@ class _Runner:
 
 
 class _Drafts:
-    """In place of a drafter: guesses as many tokens for each text. Texts differ in how many are right."""
+    """Replaces a drafter: drafts of equal length for each sequence, with different acceptance."""
 
     def __init__(self, mean: float, seed: int) -> None:
         self._mean, self._seed = mean, seed
@@ -222,13 +222,13 @@ class _Drafts:
 
 
 def _chain(num_right: int, length: int) -> DraftTree:
-    """The simulated model says 0, whatever came before."""
+    """A chain of drafts for the simulated model, which always generates 0."""
     tokens = [0 if index < num_right else 1 for index in range(length)]
     return DraftTree(tuple(tokens), tuple(range(length)), ("output",) * length)
 
 
 class SimulatedPod:
-    """A decode pod's engine behind what stands for its gRPC channel."""
+    """A decode pod's engine behind a stand-in for its gRPC channel."""
 
     def __init__(self, clock: VirtualTime, spec: PodSpec, speed: Speed, seed: int) -> None:
         self._clock, self._spec = clock, spec
@@ -255,7 +255,7 @@ class SimulatedPod:
         self._calls: dict[str, _Call] = {}
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Steps while there is work; returns when `main` is done."""
+        """Runs steps while there is work; returns when `main` is done."""
         task = self._clock.loop.create_task(main)
         while not task.done():
             inbox, self._inbox = self._inbox, []
@@ -394,7 +394,7 @@ class _Call:
         self._pod.abort(self._request_id)
 
 
-#: As a pod of smollm2-135m-instruct measured them on 2 cores with AVX2 (plan.py).
+#: Costs that a pod of smollm2-135m-instruct measured on 2 cores with AVX2 (plan.py).
 MEASURED = PodSpec(
     prefill=StepCost(per_step=0.017, per_token=0.00118),
     decode=StepCost(per_step=0.011, per_token=0.0035, per_pair=6.5e-6),
@@ -403,7 +403,7 @@ MEASURED = PodSpec(
 
 @dataclass
 class SimulatedSystem:
-    """A gateway with these settings before one pod, while it is `started`."""
+    """A gateway with these settings and one pod, while it is `started`."""
 
     tokenizer: Tokenizer
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -412,7 +412,7 @@ class SimulatedSystem:
     noise: float = 0.0
     drift: float = 0.0
     seed: int = 0
-    #: Whether each of these is admitted; the others are judged by what is predicted.
+    #: Requests with a given decision; predictions decide the others.
     decided: Mapping[SentRequest, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -473,7 +473,7 @@ class SimulatedSystem:
 
 
 class _DecidedGate(Gate):
-    """With the effects of its own decision, so that equal decisions make equal runs."""
+    """Applies given decisions after its own, so that equal decisions make equal runs."""
 
     def decide(self, request: TokenizedRequest, num_places: int = 1, other_tokens: int = 0) -> Admitted:
         refusal, admitted = None, None

@@ -1,4 +1,4 @@
-"""In place of the module `time`: stands still until a test sets `now`."""
+"""Replaces the module `time`: stands still until a test sets `now`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Clients that stream answers over gRPC, through any gateway, and resume a stream that is cut. The answers
-are compared with those of a quiet system. For tests that replace pods meanwhile."""
+"""Clients that stream answers over gRPC through any gateway and resume cut streams. The answers are compared
+with those of an undisturbed system. For tests that replace pods during streams."""
 
 from __future__ import annotations
 

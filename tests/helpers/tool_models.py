@@ -1,4 +1,4 @@
-"""A model folder with the chat template of a family, for gateways before fake pods."""
+"""A model folder with the chat template of a family, for gateways with fake pods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def make_tool_folder(path: Path, template: str, special: Sequence[str] = ()) -> Path:
-    """`special`: special tokens beside ChatML's."""
+    """`special`: special tokens in addition to ChatML's."""
     tokenizer = toy_tokenizers.trained(["where is the order"] * 20, 400, [*SPECIAL, *special])
     return make_folder(
         path, tokenizer, name=MODEL, revision=REVISION, max_model_len=8192,

@@ -9,9 +9,9 @@ import torch
 import toy_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-#: Of `save_llama`'s model; most bytes have no token.
+#: Vocabulary of `save_llama`'s model; most bytes have no token.
 VOCABULARY = 96
-#: What an engine or a pod needs for it.
+#: Settings of an engine or a pod for it.
 SIZES = {"num_blocks": 64, "block_size": 16, "chunk_size": 64, "threads": 1, "dtype": "float32"}
 
 

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 
 def byte_level(model: models.BPE) -> Tokenizer:
-    """As in GPT-2, Llama 3 and Qwen: characters of the vocabulary stand for bytes."""
+    """A tokenizer as in GPT-2, Llama 3 and Qwen: characters of the vocabulary stand for bytes."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -16,7 +16,7 @@ async def until(condition: Callable[[], object], *, limit_s: float = 8.0) -> Non
 
 
 async def until_async(condition: Callable[[], Awaitable[object]], *, limit_s: float = 8.0) -> None:
-    """The same for a condition that is awaited."""
+    """As `until`, for a condition that is awaited."""
     deadline = time.monotonic() + limit_s
     while not await condition():
         assert time.monotonic() < deadline, f"not true within {limit_s} s"
@@ -24,7 +24,7 @@ async def until_async(condition: Callable[[], Awaitable[object]], *, limit_s: fl
 
 
 def wait_until(condition: Callable[[], object], *, limit_s: float = 10.0, interval_s: float = 0.002) -> None:
-    """The same for a test without an event loop."""
+    """As `until`, for a test without an event loop."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"not true within {limit_s} s"
@@ -37,7 +37,7 @@ def pause(seconds: float) -> None:
 
 
 async def pause_async(seconds: float) -> None:
-    """The same on the event loop."""
+    """As `pause`, on the event loop."""
     await asyncio.sleep(seconds)
 
 

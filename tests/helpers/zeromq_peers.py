@@ -67,7 +67,7 @@ class RawSender:
 
 
 class RawReceiver:
-    """A hand-made ROUTER: takes frames and answers only when a test says so."""
+    """A ROUTER without the receiver's code: takes frames, and answers only when a test calls it."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -86,7 +86,7 @@ class RawReceiver:
         self.peers: set[bytes] = set()
 
     def frames(self, quiet_ms: int = 100) -> list[tuple[Frame, bytes]]:
-        """What arrives until nothing did for `quiet_ms`."""
+        """Frames that arrive until none did for `quiet_ms`."""
         frames = []
         wait_ms = WAIT_MS
         while self._router.poll(wait_ms):

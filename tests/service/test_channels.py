@@ -1,4 +1,4 @@
-"""A stream of a host that has stopped ends soon; public streams survive pauses of the network."""
+"""A stream from a stopped host ends soon; public streams survive pauses of the network."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ with grpc.insecure_channel(f"127.0.0.1:{sys.argv[1]}") as channel:
 """
 
 
-def test_a_stopped_server_is_noticed_by_its_pings() -> None:
-    """It takes two seconds; without the limit for pings a minute."""
+def test_pings_detect_a_stopped_server() -> None:
+    """It takes two seconds, and a minute without the limit for pings."""
     with subprocess.Popen([sys.executable, "-P", "-c", SERVER], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         with open_sync_channel(f"127.0.0.1:{int(server.stdout.readline())}") as channel:

@@ -1,4 +1,4 @@
-"""Discovery: addresses, names with several addresses, and DNS that fails for a while."""
+"""Discovery: addresses, names with several addresses, and temporary failures of DNS."""
 
 import asyncio
 import socket
@@ -8,17 +8,17 @@ from tandem_service.discovery import DnsDiscovery, parse_entry, parse_target
 
 
 @pytest.mark.parametrize("text", ["pod", "pod:", ":21200", "pod:0", "pod:x", "::1:21200", "pod:99999", ""])
-def test_what_is_no_target_is_refused(text: str):
+def test_an_invalid_target_is_refused(text: str):
     with pytest.raises(ValueError, match="no host:port"):
         parse_target(text)
 
 
 @pytest.mark.parametrize("text", ["pod:21200", "10.0.0.7:1", "[::1]:21200"])
-def test_a_target_reads_back_as_it_was_written(text: str):
+def test_a_target_is_parsed_from_its_text(text: str):
     assert str(parse_target(f" {text} ")) == text
 
 
-async def test_targets_are_sorted_and_without_repeats():
+async def test_targets_are_sorted_and_unique():
     targets = ["10.0.0.2:2", "10.0.0.1:1", "10.0.0.2:2"]
     assert await DnsDiscovery([parse_target(t) for t in targets]).targets() == ("10.0.0.1:1", "10.0.0.2:2")
 
@@ -39,7 +39,7 @@ class _FakeDns:
         return [(family, socket.SOCK_STREAM, 6, "", (ip, port)) for family, ip in self.table[host]]
 
 
-async def test_a_name_is_one_target_per_address_and_follows_the_pods(monkeypatch: pytest.MonkeyPatch):
+async def test_a_name_has_one_target_per_address_and_follows_the_pods(monkeypatch: pytest.MonkeyPatch):
     dns = _FakeDns(monkeypatch)
     dns.table["decode"] = [
         (socket.AF_INET, "10.0.0.1"),
@@ -52,7 +52,7 @@ async def test_a_name_is_one_target_per_address_and_follows_the_pods(monkeypatch
     assert await discovery.targets() == ("10.0.0.3:21200", "10.9.9.9:1")
 
 
-async def test_the_last_answer_holds_while_dns_fails(monkeypatch: pytest.MonkeyPatch):
+async def test_the_last_answer_is_kept_while_dns_fails(monkeypatch: pytest.MonkeyPatch):
     dns = _FakeDns(monkeypatch)
     dns.table["decode"] = [(socket.AF_INET6, "fd::1")]
     discovery = DnsDiscovery([parse_target("decode:21200")], refresh_s=0.0)
@@ -63,8 +63,8 @@ async def test_the_last_answer_holds_while_dns_fails(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("error", [socket.EAI_NONAME, socket.EAI_NODATA])
-async def test_a_name_that_has_no_address_any_more_has_no_pods(monkeypatch: pytest.MonkeyPatch, error: int):
-    """A role at zero: the second answer counts, since a single one may be a mistake."""
+async def test_a_name_that_lost_its_addresses_has_no_pods(monkeypatch: pytest.MonkeyPatch, error: int):
+    """A role scaled to zero: the second answer counts, because a single one may be a mistake."""
     dns = _FakeDns(monkeypatch)
     dns.error = error
     discovery = DnsDiscovery([parse_target("decode:21200")], refresh_s=0.0)
@@ -87,12 +87,12 @@ def test_an_entry_is_an_address_a_name_or_a_service(text: str):
 @pytest.mark.parametrize(
     "text", ["k8s://decode", "k8s://:1", "k8s://Decode:1", "k8s://a.b.c:1", "k8s://[fd::1]:1", "k8s://a:0"]
 )
-def test_a_wrong_service_says_what_is_expected(text: str):
+def test_an_error_for_a_wrong_service_names_the_expected_form(text: str):
     with pytest.raises(ValueError, match="k8s://SERVICE:PORT"):
         parse_entry(text)
 
 
-async def test_dns_is_asked_once_per_refresh(monkeypatch: pytest.MonkeyPatch):
+async def test_dns_is_queried_once_per_refresh(monkeypatch: pytest.MonkeyPatch):
     dns = _FakeDns(monkeypatch)
     dns.table["decode"] = [(socket.AF_INET, "10.0.0.1")]
     discovery = DnsDiscovery([parse_target("decode:21200")], refresh_s=60.0)

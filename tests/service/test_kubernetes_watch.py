@@ -62,7 +62,7 @@ async def test_the_pods_of_the_service_are_listed_with_their_zones(followed: Fol
     )
 
 
-async def test_a_pod_that_terminates_or_is_not_ready_is_withheld(api: ApiStub, followed: Followed) -> None:
+async def test_a_terminating_or_unready_pod_gets_no_new_requests(api: ApiStub, followed: Followed) -> None:
     api.put(
         ENDPOINT_SLICES,
         endpoint_slice(
@@ -101,7 +101,7 @@ async def test_a_service_without_pods_has_none(api: ApiStub, followed: Followed)
     assert await followed.discovery.endpoints() == ()
 
 
-async def test_a_cut_watch_goes_on_from_its_version(api: ApiStub, followed: Followed) -> None:
+async def test_a_cut_watch_continues_from_its_version(api: ApiStub, followed: Followed) -> None:
     await until(lambda: "watch" in api.requests)
     api.disconnect()
     api.put(ENDPOINT_SLICES, endpoint_slice("decode", endpoint("10.0.0.3")))
@@ -109,7 +109,7 @@ async def test_a_cut_watch_goes_on_from_its_version(api: ApiStub, followed: Foll
     assert api.requests.count("list") == 1
 
 
-async def test_bookmarks_move_the_version_on_while_nothing_changes(api: ApiStub) -> None:
+async def test_bookmarks_advance_the_version_without_changes(api: ApiStub) -> None:
     api.bookmark_s = 0.05
     followed = Followed()
     api.put(ENDPOINT_SLICES, endpoint_slice("decode", endpoint("10.0.0.1")))
@@ -128,10 +128,8 @@ async def test_bookmarks_move_the_version_on_while_nothing_changes(api: ApiStub)
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-async def test_after_a_forgotten_version_everything_is_listed_again(
-    api: ApiStub, followed: Followed, is_open: bool
-) -> None:
-    """410 comes as an event of the open watch, or as the answer to the next one."""
+async def test_an_expired_version_causes_a_new_list(api: ApiStub, followed: Followed, is_open: bool) -> None:
+    """410 is an event of the open watch, or the answer to the next one."""
     await until(lambda: "watch" in api.requests)
     if not is_open:
         await api.stop()
@@ -143,7 +141,7 @@ async def test_after_a_forgotten_version_everything_is_listed_again(
 
 
 @pytest.mark.parametrize("outage_s", [1.0, pytest.param(60.0, marks=pytest.mark.wide)])
-async def test_while_the_api_server_is_away_the_known_pods_stay(
+async def test_known_pods_stay_while_the_api_server_is_down(
     api: ApiStub, followed: Followed, outage_s: float
 ) -> None:
     await api.stop()
@@ -157,7 +155,7 @@ async def test_while_the_api_server_is_away_the_known_pods_stay(
 
 
 @pytest.mark.parametrize("verb", ["list", "watch"])
-async def test_a_role_that_is_missing_is_named_and_asked_for_with_pauses(
+async def test_a_missing_role_is_named_and_retried_with_pauses(
     api: ApiStub, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.forbidden = {verb}
@@ -172,7 +170,7 @@ async def test_a_role_that_is_missing_is_named_and_asked_for_with_pauses(
     await followed.discovery.close()
 
 
-async def test_a_watch_that_ends_at_once_is_not_asked_for_without_pause(api: ApiStub) -> None:
+async def test_a_watch_that_ends_at_once_is_retried_with_pauses(api: ApiStub) -> None:
     api.longest_watch_s = 0.01
     followed = Followed()
     await followed.start()
@@ -181,7 +179,7 @@ async def test_a_watch_that_ends_at_once_is_not_asked_for_without_pause(api: Api
     await followed.discovery.close()
 
 
-def test_a_dual_stack_pod_counts_once_and_one_in_two_slices_too() -> None:
+def test_a_pod_with_two_addresses_or_in_two_slices_counts_once() -> None:
     from kubernetes.aio import client
 
     def made(*addresses: tuple[str, bool], family: str = "IPv4") -> client.V1EndpointSlice:

@@ -1,4 +1,4 @@
-"""Logs: JSON lines carry role, pod and request id, whichever library wrote them."""
+"""Logs: JSON lines of all libraries have role, pod and request id."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ def _lines(capsys) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
 
-def test_json_lines_say_who_and_for_which_request(capsys):
+def test_json_lines_name_process_and_request(capsys):
     logs.configure(PodSettings(log_format="json", pod_id="d-1"), "decode")
     structlog.contextvars.bind_contextvars(request_id="r-9")
     structlog.get_logger("tandem.test").info("joined", tokens=3)
@@ -47,7 +47,7 @@ def test_a_traceback_is_part_of_its_line(capsys):
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
 def test_a_traceback_shows_no_local_variables(capsys, log_format):
-    """They hold users' prompts, and to show them stopped a gateway for seconds."""
+    """Local variables contain users' prompts, and formatting them stopped a gateway for seconds."""
     logs.configure(PodSettings(log_format=log_format), "gateway")
     prompt = "a user's secret"
     try:

@@ -1,4 +1,4 @@
-"""The table of metrics, and the names that are served from other names' data."""
+"""The table of metrics, and names that are served from other names' data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem_service.metric_twins import serve_twins
 from tandem_service.metrics import new_registry
 
 
-def test_a_name_stands_once_and_says_what_it_is() -> None:
+def test_each_name_is_unique_and_described() -> None:
     series = [name for row in TABLE for name in row.series]
     assert len(series) == len(set(series))
     for row in TABLE:
@@ -101,7 +101,7 @@ def test_a_twin_has_its_sources_exemplars_and_counts_from_zero_on() -> None:
 
 
 def test_a_served_name_that_the_table_does_not_have_is_found() -> None:
-    """The check of the processes' own tests can fail."""
+    """The check that the processes' tests use can fail."""
     registry = new_registry()
     renamed = dataclasses.replace(table.LOCAL_PREFILLS, name="tandem_decode_prefills_here_total")
     renamed.make(registry).labels("short").inc()

@@ -18,7 +18,7 @@ prefix = parent_death.command_prefix(signal.Signals(int(sys.argv[1])))
 child = subprocess.Popen([*prefix, *sys.argv[2:]], stdout=sys.stdout)
 time.sleep(60)
 """
-#: Says that it runs, and with which signal it ends.
+#: Prints that it runs, and the signal with which it ends.
 CHILD = """
 import os, pathlib, signal, sys, time
 def ended(number, frame):
@@ -34,7 +34,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("death_signal", "heard"), [(signal.SIGTERM, str(int(signal.SIGTERM))), (signal.SIGKILL, None)]
 )
-def test_a_parent_killed_with_sigkill_takes_its_child_along(
+def test_a_child_ends_when_its_parent_is_killed(
     tmp_path: Path, death_signal: signal.Signals, heard: str | None
 ) -> None:
     said = tmp_path / "signal"
@@ -58,15 +58,15 @@ def test_a_parent_killed_with_sigkill_takes_its_child_along(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists on Linux only")
-def test_a_command_whose_parent_is_gone_already_never_starts(tmp_path: Path) -> None:
+def test_a_command_whose_parent_has_ended_does_not_start(tmp_path: Path) -> None:
     *head, _ = parent_death.command_prefix(signal.SIGKILL)
-    # Not this process: as if the parent had died between fork and the request.
+    # Not this process, as if the parent had died between fork and the request.
     ended = subprocess.run([*head, "0", "touch", str(tmp_path / "started")], check=False)
     assert ended.returncode == 0
     assert not (tmp_path / "started").exists()
 
 
-def test_the_commands_exit_code_and_output_are_its_own() -> None:
+def test_exit_code_and_output_are_those_of_the_command() -> None:
     ended = subprocess.run(
         [*parent_death.command_prefix(signal.SIGKILL), "sh", "-c", "echo hello; exit 7"],
         capture_output=True,

@@ -70,7 +70,7 @@ def test_without_autogroup_only_the_nice_value_is_set(
     assert given == [3]
 
 
-def test_without_the_right_to_raise_it_the_priority_stays_and_a_line_says_so(
+def test_without_permission_the_priority_stays_and_a_line_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def denied(nice: int) -> None:
@@ -84,8 +84,8 @@ def test_without_the_right_to_raise_it_the_priority_stays_and_a_line_says_so(
     assert "CAP_SYS_NICE" in capsys.readouterr().out
 
 
-def test_a_gateway_takes_a_negative_value_as_a_word_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """As `tandem up` gives it."""
+def test_a_gateway_parses_a_negative_value_as_a_separate_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    """The form that `tandem up` uses."""
     others = ["--model", "model", "--decode", "localhost:1"]
     assert load(GatewaySettings, [*others, "--nice", "-5"]).nice == -5
     with pytest.raises(SystemExit):
@@ -94,14 +94,14 @@ def test_a_gateway_takes_a_negative_value_as_a_word_of_its_own(capsys: pytest.Ca
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system does not have the policy")
-def test_a_process_that_waits_for_offers_and_its_later_threads_interrupt_nobody() -> None:
+def test_a_process_that_waits_for_yields_preempts_no_other() -> None:
     command = [sys.executable, "-P", "-c", OFFERS]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert said == [str(os.SCHED_BATCH)] * 2
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system does not have the policy")
-def test_a_process_that_may_not_have_the_policy_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_permission_for_the_policy_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def denied(_: int, policy: int, __: object) -> None:

@@ -125,7 +125,7 @@ async def scrape(pod: Running) -> str:
 
 
 def get(pod: Running, path: str) -> tuple[int, str]:
-    """Of the port of the metrics."""
+    """GET from the metrics port."""
     url = f"http://127.0.0.1:{pod.server.metrics_port}{path}"
     try:
         with urllib.request.urlopen(url, timeout=10) as reply:
@@ -148,7 +148,7 @@ async def test_health_starts_not_serving_and_follows_set_serving():
         assert info.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_health_watcher_hears_each_change_and_the_end():
+async def test_a_health_watcher_gets_each_change_and_the_end():
     async with running(drain_s=5.0) as pod:
         watch = pod.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         seen = [(await watch.read()).status]
@@ -164,7 +164,7 @@ async def test_a_health_watcher_hears_each_change_and_the_end():
         assert time.monotonic() - started < 3.0, "a watcher must not hold up the drain"
 
 
-async def test_a_health_watcher_hears_the_end_that_came_while_it_was_told_something_else():
+async def test_a_health_watcher_gets_an_end_that_occurs_during_another_message():
     health = HealthServicer([SERVICE])
     watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), None)
     status = health_pb2.HealthCheckResponse
@@ -211,7 +211,7 @@ async def test_a_stream_longer_than_the_drain_is_cancelled():
             await call.read()
 
 
-async def test_a_second_signal_cuts_the_drain_short():
+async def test_a_second_signal_ends_the_drain():
     async with running(drain_s=30.0) as pod:
         pod.servicer.interval_s = 30.0
         serving = asyncio.create_task(pod.server.serve_until_signal())
@@ -226,7 +226,7 @@ async def test_a_second_signal_cuts_the_drain_short():
 
 
 @pytest.mark.parametrize("error", [BaseError("top_p: 3 is out of range"), NarrowError("top_p: narrow")])
-async def test_a_mapped_exception_is_its_status_with_its_own_sentence(error: Exception):
+async def test_a_mapped_exception_becomes_its_status_with_its_message(error: Exception):
     async with running() as pod:
         pod.servicer.error = error
         with pytest.raises(grpc.aio.AioRpcError) as info:
@@ -236,7 +236,7 @@ async def test_a_mapped_exception_is_its_status_with_its_own_sentence(error: Exc
 
 
 @pytest.mark.parametrize("method", ["a call", "a stream"])
-async def test_what_ends_a_call_is_freed_without_a_garbage_collection(
+async def test_an_exception_that_ends_a_call_is_freed_without_garbage_collection(
     method: str, no_garbage_collection: None
 ):
     async with running() as pod:
@@ -253,7 +253,7 @@ async def test_what_ends_a_call_is_freed_without_a_garbage_collection(
         await until(lambda: freed() is None)
 
 
-async def test_an_unknown_exception_leaks_nothing_but_is_logged_with_its_traceback():
+async def test_an_unknown_exception_is_logged_with_its_traceback_and_not_sent():
     async with running() as pod:
         pod.servicer.error = RuntimeError("the secret path")
         with structlog.testing.capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as info:
@@ -265,7 +265,7 @@ async def test_an_unknown_exception_leaks_nothing_but_is_logged_with_its_traceba
         assert [str(entry["exc_info"]) for entry in logged] == ["the secret path"]
 
 
-async def test_a_status_set_by_the_handler_passes():
+async def test_a_status_set_by_the_handler_is_sent():
     async with running() as pod:
         with pytest.raises(grpc.aio.AioRpcError) as info:
             await pod.stub.GetFleetStatus(gateway_pb2.GetFleetStatusRequest())
@@ -283,9 +283,7 @@ async def test_cancellation_reaches_the_handler():
 
 
 @pytest.mark.parametrize("ending", ["the client cancels", "the client's connection ends", "the pod stops"])
-async def test_a_call_that_ends_while_a_response_waits_to_be_sent_holds_nothing(
-    ending: str, no_garbage_collection: None
-):
+async def test_a_call_that_ends_while_a_response_waits_is_freed(ending: str, no_garbage_collection: None):
     """gRPC does not close the generator then, and an except clause of the handler sees no cancellation."""
     async with running() as pod:
         pod.servicer.chunks, pod.servicer.text = 1000, 500_000 * "x"
@@ -313,14 +311,14 @@ async def test_a_call_that_ends_while_a_response_waits_to_be_sent_holds_nothing(
 
 #: Field 1 of ChatRequest, a string: three bytes that are no UTF-8.
 NOT_UTF8 = b"\x0a\x03\xff\xfe\xfd"
-#: Field 1 announces 127 bytes and brings one.
+#: Field 1 announces 127 bytes and has one.
 CUT_SHORT = b"\x0a\x7fx"
 
 
 @pytest.mark.parametrize(
     ("method", "raw"), [("Chat", NOT_UTF8), ("Chat", CUT_SHORT), ("ListModels", CUT_SHORT)]
 )
-async def test_bytes_that_are_no_message_are_the_callers_fault_and_counted(method: str, raw: bytes):
+async def test_an_undecodable_message_is_invalid_argument_and_counted(method: str, raw: bytes):
     async with running(metrics_port=0) as pod:
         path = f"/{SERVICE}/{method}"
         with structlog.testing.capture_logs() as logs:
@@ -341,7 +339,7 @@ async def test_bytes_that_are_no_message_are_the_callers_fault_and_counted(metho
         assert len((await pod.stub.ListModels(gateway_pb2.ListModelsRequest())).models) == 1
 
 
-async def test_bytes_that_are_no_message_end_a_request_stream():
+async def test_an_undecodable_message_ends_a_request_stream():
     async with running() as pod:
         method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
         call = pod.channel.stream_stream(method)(iter([CUT_SHORT]))
@@ -351,7 +349,7 @@ async def test_bytes_that_are_no_message_end_a_request_stream():
         assert await pod.status() == "NOT_SERVING", "the server goes on"
 
 
-async def test_a_request_id_is_kept_or_made_and_sent_back():
+async def test_a_request_id_is_kept_or_created_and_returned():
     async with running() as pod:
         call = pod.stub.ListModels(gateway_pb2.ListModelsRequest(), metadata=((REQUEST_ID_KEY, "abc-1"),))
         assert (await call).models[0].name == "abc-1"
@@ -377,7 +375,7 @@ async def test_metrics_are_served_and_count_calls_by_status():
         assert "process_cpu_seconds_total" in text
 
 
-async def test_a_pod_says_over_http_whether_it_is_ready_and_alive():
+async def test_a_pod_reports_readiness_and_liveness_over_http():
     async with running(metrics_port=0) as pod:
         assert await asyncio.to_thread(get, pod, "/readyz") == (503, "503 Service Unavailable\n")
         assert await asyncio.to_thread(get, pod, "/livez") == (200, "200 OK\n")

@@ -1,4 +1,4 @@
-"""Settings: flags win over environment, and a bad value is one sentence and exit code 2."""
+"""Settings: flags override the environment, and a bad value gives one sentence and exit code 2."""
 
 import pytest
 from role_settings import SETTINGS
@@ -28,7 +28,7 @@ def test_defaults_listen_on_loopback_only():
     assert settings.metrics_port is None
 
 
-def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch):
+def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TANDEM_MAX_QUEUE", "7")
     monkeypatch.setenv("TANDEM_PREFILL", "a:1,b:2")
     settings = load(ExampleSettings, ["--max-queue", "9"])
@@ -54,7 +54,7 @@ def test_a_list_of_targets_is_one_flag():
         (["--no-such-flag", "1"], ["--no-such-flag"]),
     ],
 )
-def test_a_bad_flag_is_one_sentence_and_exit_code_2(arguments, words, capsys):
+def test_a_bad_flag_gives_one_sentence_and_exit_code_2(arguments, words, capsys):
     with pytest.raises(SystemExit) as exit_info:
         load(ExampleSettings, arguments)
     assert exit_info.value.code == 2
@@ -90,8 +90,8 @@ def test_a_misspelt_variable_ends_the_start(variable, meant, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("role", SETTINGS)
-def test_variables_of_others_are_no_misspelt_ones(role, monkeypatch: pytest.MonkeyPatch, tmp_path):
-    """Those of other roles, those that Kubernetes makes of Services, and Tandem's that are no settings."""
+def test_variables_of_other_programs_are_ignored(role, monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """Variables of other roles, of Kubernetes Services, and of Tandem that are no settings."""
     own = SETTINGS[role].model_fields
     others = {field for cls in SETTINGS.values() for field in cls.model_fields} - set(own)
     services = {

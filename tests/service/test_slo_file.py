@@ -24,7 +24,7 @@ def test_a_file_replaces_the_default_classes_and_keeps_its_order(tmp_path: Path)
     assert list(classes) == ["voice", "b-2_x", "c"]
 
 
-def test_objectives_may_be_relative_to_what_a_request_takes_without_load(tmp_path: Path) -> None:
+def test_objectives_may_be_relative_to_the_time_without_load(tmp_path: Path) -> None:
     file = tmp_path / "slo.json"
     file.write_text(
         '{"mail": {"ttft_ms": 500, "ttft_slowdown": 5, "e2e_slowdown": 10.5}, "c": {"tpot_slowdown": 1}}'
@@ -57,7 +57,7 @@ def test_objectives_may_be_relative_to_what_a_request_takes_without_load(tmp_pat
         ('{"chat": {"ttft_ms": 1, "ttft_ms": 2}}', "ttft_ms is there twice"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
     file = tmp_path / "slo.json"
     file.write_text(text)
     with pytest.raises(SloFileError, match=complaint) as caught:
@@ -66,6 +66,6 @@ def test_a_file_that_makes_no_sense_is_refused(text: str, complaint: str, tmp_pa
     assert str(file) in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SloFileError, match=r"none\.json cannot be read: No such file"):
         load_slo_classes(tmp_path / "none.json")

@@ -91,7 +91,7 @@ async def outcome(server: PodServer, tls: PodTls | None, method: str = "Decode")
 
 
 def trusting_both(tmp_path: Path, files: PemFiles, folder: Path) -> PemFiles:
-    """`files` of one CA, with trust in its CA and in that of `folder`, whose servers refuse it."""
+    """`files` of one CA, which trust this CA and that of `folder`, whose servers refuse them."""
     assert files.ca is not None
     (tmp_path / "both.pem").write_bytes(files.ca.read_bytes() + (folder / "ca.pem").read_bytes())
     return PemFiles(files.cert, files.key, tmp_path / "both.pem")
@@ -102,7 +102,7 @@ def credentials(folder: Path, role: Role) -> PodTls:
 
 
 @pytest.mark.parametrize("role", Role)
-async def test_each_method_is_open_to_its_roles_only(folder: Path, role: Role) -> None:
+async def test_only_its_roles_may_call_a_method(folder: Path, role: Role) -> None:
     async with serving(folder) as server:
         tls = credentials(folder, role)
         code, details = await outcome(server, tls)
@@ -117,7 +117,7 @@ async def test_each_method_is_open_to_its_roles_only(folder: Path, role: Role) -
         assert await outcome(server, tls, "Check") == ("OK", "")
 
 
-async def test_no_certificate_or_one_of_another_ca_does_not_get_in(
+async def test_a_client_without_a_certificate_of_the_ca_is_refused(
     folder: Path, certificates: ModuleType, tmp_path: Path
 ) -> None:
     certificates.prepare(tmp_path / "other")
@@ -153,14 +153,12 @@ async def test_a_server_takes_a_new_certificate_and_ca_without_a_restart(
         old = certificate_files(tmp_path / "old", Role.GATEWAY)
         of_old_ca = PodTls(trusting_both(tmp_path, old, folder))
         assert (await outcome(server, of_old_ca))[0] == "UNAVAILABLE"
-        # An open connection goes on.
+        # An open connection continues.
         await health.Check(health_pb2.HealthCheckRequest())
         await long_lived.close()
 
 
-async def test_files_that_do_not_fit_together_keep_the_old_certificate(
-    folder: Path, certificates: ModuleType
-) -> None:
+async def test_mismatched_files_keep_the_old_certificate(folder: Path, certificates: ModuleType) -> None:
     async with serving(folder) as server:
         tls = credentials(folder, Role.GATEWAY)
         old_key = (folder / "decode.key").read_bytes()
@@ -172,7 +170,7 @@ async def test_files_that_do_not_fit_together_keep_the_old_certificate(
         assert await outcome(server, tls) == ("OK", "")
 
 
-async def test_an_expired_certificate_does_not_get_in(folder: Path, certificates: ModuleType) -> None:
+async def test_an_expired_certificate_is_refused(folder: Path, certificates: ModuleType) -> None:
     async with serving(folder) as server:
         certificates.issue(folder, Role.GATEWAY, datetime.timedelta(seconds=2))
         tls = credentials(folder, Role.GATEWAY)
@@ -180,7 +178,7 @@ async def test_an_expired_certificate_does_not_get_in(folder: Path, certificates
         assert (await outcome(server, tls))[0] == "UNAVAILABLE"
 
 
-async def test_a_server_keeps_its_certificate_when_the_next_one_would_be_refused(
+async def test_a_server_keeps_its_certificate_if_peers_would_refuse_the_new_one(
     folder: Path, certificates: ModuleType
 ) -> None:
     async with serving(folder) as server:
@@ -202,7 +200,7 @@ async def test_a_server_keeps_its_certificate_when_the_next_one_would_be_refused
         ("expired CA", r"would refuse .* \(certificate has expired\); give a certificate"),
     ],
 )
-def test_a_certificate_that_peers_would_refuse_is_one_sentence_at_the_start(
+def test_a_certificate_that_peers_would_refuse_ends_the_start_with_one_sentence(
     folder: Path,
     certificates: ModuleType,
     fault: str,
@@ -253,7 +251,7 @@ def test_certificates_are_renewed_when_a_third_of_their_time_is_left(
     first = files.read()
     assert not certificates.renew(folder)
     assert files.read() == first
-    # The operator's is not due, this one is: 5 minutes of 7 have passed.
+    # The operator's is not due; this one is, after 5 of 7 minutes.
     certificates.issue(folder, Role.DECODE, datetime.timedelta(minutes=2))
     assert certificates.renew(folder)
     assert not files.read().is_due()
@@ -262,7 +260,7 @@ def test_certificates_are_renewed_when_a_third_of_their_time_is_left(
     assert files.read().not_after > datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=80)
 
 
-def test_a_certificate_that_is_due_is_warned_of_once_a_day(
+def test_a_certificate_due_for_renewal_is_logged_once_a_day(
     folder: Path, certificates: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pems = ReloadingPems(certificates.issue(folder, Role.DECODE, datetime.timedelta(minutes=2)))
@@ -275,7 +273,7 @@ def test_a_certificate_that_is_due_is_warned_of_once_a_day(
     assert "less than a third" in lines[0]["event"]
 
 
-def test_keys_are_the_owners_alone_and_the_ca_is_made_once(folder: Path, certificates: ModuleType) -> None:
+def test_only_the_owner_can_read_keys_and_the_ca_is_made_once(folder: Path, certificates: ModuleType) -> None:
     ca = (folder / "ca.pem").read_bytes()
     certificates.prepare(folder)
     assert (folder / "ca.pem").read_bytes() == ca
@@ -284,7 +282,7 @@ def test_keys_are_the_owners_alone_and_the_ca_is_made_once(folder: Path, certifi
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage", "another key"])
-def test_unusable_files_are_one_sentence(folder: Path, damage: str) -> None:
+def test_unusable_files_are_refused_in_one_sentence(folder: Path, damage: str) -> None:
     files = certificate_files(folder, Role.DECODE)
     if damage == "missing":
         files.key.unlink()
@@ -304,7 +302,7 @@ def test_unusable_files_are_one_sentence(folder: Path, damage: str) -> None:
         (["--pod-tls-cert", "a", "--pod-tls-key", "b", "--pod-tls-ca", "c"], "cannot be used together"),
     ],
 )
-def test_a_pod_that_would_be_open_does_not_start(
+def test_a_pod_without_authentication_off_loopback_does_not_start(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as info:
@@ -321,7 +319,7 @@ def test_loopback_needs_no_tls(host: str) -> None:
     assert load(PodSettings, ["--host", host]).pod_tls() is None
 
 
-def test_off_loopback_a_pod_starts_with_tls_or_when_told(folder: Path) -> None:
+def test_off_loopback_a_pod_starts_with_tls_or_insecure(folder: Path) -> None:
     assert load(PodSettings, ["--host", "0.0.0.0", "--insecure"]).pod_tls() is None
     files = certificate_files(folder, Role.DECODE)
     arguments = ["--pod-tls-cert", str(files.cert), "--pod-tls-key", str(files.key)]
@@ -353,5 +351,5 @@ def test_a_ticket_names_its_own_host(host: str, peer: str, belongs: bool) -> Non
     assert belongs_to_peer(host, peer, certificate) is belongs
 
 
-def test_the_host_of_a_peer() -> None:
+def test_the_host_of_a_peer_is_read_from_its_address() -> None:
     assert [peer_host(p) for p in ("ipv4:1.2.3.4:5", "ipv6:%5B::1%5D:5", "unix:/x")] == ["1.2.3.4", "::1", ""]

@@ -1,4 +1,4 @@
-"""What one process records of a request, and that it costs nothing where it is off or nobody collects."""
+"""The trace of a request in one process; disabled tracing or a missing collector costs nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch):
-    """No variables of the developer's; and what a test makes current ends with it."""
+    """Removes the developer's variables; a test's current trace ends with the test."""
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
 
@@ -55,7 +55,7 @@ async def _trace(
     return collector, begun, found
 
 
-async def test_the_callers_trace_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trace_continues_that_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     collector, begun, found = await _trace(monkeypatch, ("traceparent", SAMPLED), ("tracestate", "vendor=1"))
     assert begun is found
     server = collector.only("chat")
@@ -91,7 +91,9 @@ async def test_a_malformed_traceparent_counts_as_none(
     assert collector.spans() == [], "a pod begins no traces"
 
 
-async def test_a_caller_that_does_not_sample_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trace_that_the_caller_does_not_sample_is_not_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     collector, begun, found = await _trace(monkeypatch, ("traceparent", NOT_SAMPLED))
     assert collector.spans() == []
     assert not begun.is_recording
@@ -110,7 +112,7 @@ async def test_a_caller_that_does_not_sample_is_believed(monkeypatch: pytest.Mon
         ("", "", True),
     ],
 )
-async def test_the_share_of_requests_that_are_traced(
+async def test_the_ratio_sets_the_share_of_traced_requests(
     monkeypatch: pytest.MonkeyPatch, sampler: str, share: str, is_traced: bool
 ) -> None:
     settings = {"OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": share}
@@ -120,7 +122,7 @@ async def test_the_share_of_requests_that_are_traced(
     assert bool(collector.spans()) == begun.is_recording == is_traced
 
 
-async def test_work_may_outlive_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_span_may_end_after_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     with collecting() as collector:
         monkeypatch.setenv(ENDPOINT, collector.url)
         tracing = start_tracing("gateway", "g-0")
@@ -141,7 +143,7 @@ async def test_work_may_outlive_its_call(monkeypatch: pytest.MonkeyPatch) -> Non
     assert collector.only("decode").end_ns > server.end_ns > collector.only("receive").end_ns
 
 
-async def test_a_collector_that_is_away_is_logged_once_and_holds_up_nothing(
+async def test_an_unreachable_collector_is_logged_once_and_delays_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(ENDPOINT, f"http://127.0.0.1:{free_port()}")
@@ -181,7 +183,7 @@ async def test_closing_does_not_wait_for_a_collector_that_never_answers(
     assert time.monotonic() - started < 60, "its retries take an hour"
 
 
-def test_off_imports_no_sdk() -> None:
+def test_disabled_tracing_imports_no_sdk() -> None:
     """redis-py imports `opentelemetry.sdk.metrics` where it is installed; nothing here imports the rest."""
     code = (
         "import sys, tandem_gateway.main\n"
@@ -212,7 +214,7 @@ def test_off_imports_no_sdk() -> None:
         ({"OTEL_TRACES_SAMPLER": "unknown"}, False),
     ],
 )
-def test_the_environment_switches_it_on(environment: dict[str, str], is_on: bool) -> None:
+def test_the_environment_enables_tracing(environment: dict[str, str], is_on: bool) -> None:
     assert check_environment(environment) is is_on
 
 
@@ -227,7 +229,7 @@ def test_the_environment_switches_it_on(environment: dict[str, str], is_on: bool
         ("OTEL_TRACES_SAMPLER_ARG", "half", "from 0 to 1"),
     ],
 )
-def test_a_bad_value_is_one_sentence(name: str, value: str, remedy: str) -> None:
+def test_a_bad_variable_is_refused_in_one_sentence(name: str, value: str, remedy: str) -> None:
     environment = {ENDPOINT: "http://127.0.0.1:4318", "OTEL_TRACES_SAMPLER": "traceidratio", name: value}
     with pytest.raises(TracingSettingsError, match=remedy) as error:
         check_environment(environment)

@@ -18,7 +18,7 @@ HELP = """\
 
 
 def run(conversation: Conversation, line: str) -> str | None:
-    """The reply to show; None: leave."""
+    """Returns the reply to show; None: exit."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     match name:

@@ -24,7 +24,7 @@ _TIMEOUT_S = 5.0
 _MINUTE_S, _FIVE_MINUTES_S, _HALF_HOUR_S, _FLOW_S = 60.0, 300.0, 1800.0, 10.0
 _MAX_REQUESTS = 10
 _KV_WIDTH = 16
-#: Terminals narrower than this hide the widest column; and the width of the other columns of requests.
+#: Width below which a terminal hides the widest column; width of the other columns of requests.
 _NARROW, _REQUEST_COLUMNS = 105, 66
 _MAX_BAR_WIDTH = 80
 #: Width of text that is not for a terminal.
@@ -66,7 +66,7 @@ class Feed:
         )
         self._url = url
         self._next = 0
-        #: Start time of the last gateway, and the number of consecutive answers from another one than before.
+        #: Start time of the last gateway, and the number of consecutive changes of the answering gateway.
         self._start = ""
         self._num_changes = 0
         self.about: Mapping[str, Any] = {}

@@ -293,7 +293,7 @@ PREDICTIONS = _counter(
 )
 PREDICTIONS_HELD = _counter(
     "tandem_predictions_held_total",
-    "Of these, requests within the predicted 90th percentile",
+    "Finished requests within the predicted 90th percentile",
     "slo_class",
     "time",
     by=_GATEWAY,
@@ -396,7 +396,7 @@ DECODE_STEPS = _counter(
     "Verification passes, summed over sequences; each emits one token and the accepted draft tokens",
     by=_DECODE,
 )
-DRAFTS = _counter("tandem_decode_drafts_total", "Of these, passes over a draft", by=_DECODE)
+DRAFTS = _counter("tandem_decode_drafts_total", "Verification passes over a draft", by=_DECODE)
 DRAFTED_TOKENS = _counter(
     "tandem_decode_drafted_tokens_total",
     "Draft tokens verified, by source",
@@ -435,14 +435,14 @@ GUESSES_SENT = _counter(
 )
 GUESSES_PREDICTED = _counter(
     "tandem_draft_guesses_predicted_total",
-    f"Of these, expected acceptances, {_TENTHS}",
+    f"Draft tokens expected to be accepted, {_TENTHS}",
     "tenth",
     by=_DECODE,
     unit=Unit.TOKENS,
 )
 GUESSES_ACCEPTED = _counter(
     "tandem_draft_guesses_accepted_total",
-    f"Of these, draft tokens accepted, {_TENTHS}",
+    f"Draft tokens accepted, {_TENTHS}",
     "tenth",
     by=_DECODE,
     unit=Unit.TOKENS,
@@ -709,7 +709,7 @@ VLLM_PREFIX_QUERIES = _vllm_counter(
     Source(PROMPT_TOKENS),
 )
 VLLM_PREFIX_HITS = _vllm_counter(
-    "prefix_cache_hits_total", "Of these, tokens that were found", Source(CACHED_PROMPT_TOKENS)
+    "prefix_cache_hits_total", "Prompt tokens found in prefix caches", Source(CACHED_PROMPT_TOKENS)
 )
 VLLM_PREEMPTIONS = _vllm_receipts(
     "num_preemptions_total",

@@ -1,4 +1,4 @@
-"""Admission: the life of a request from its arrival to its end, and what is measured of it."""
+"""Admission: the life of a request from its arrival to its end, and the measurements."""
 
 import asyncio
 import contextlib
@@ -63,7 +63,7 @@ class Line:
 
 @pytest.fixture
 async def make_line(make_system) -> AsyncIterator[object]:
-    """Without pods: nothing is predicted."""
+    """Without pods, so without predictions."""
     async with contextlib.AsyncExitStack() as made:
 
         def make(**given: object) -> Line:
@@ -85,7 +85,7 @@ class TestQueue:
         await line.leave("a", "c")
         assert line.counts == (0, 0)
 
-    async def test_the_most_urgent_goes_first_whenever_it_came(self, make_line):
+    async def test_the_earliest_deadline_goes_first_in_any_order_of_arrival(self, make_line):
         line = make_line()
         interactive = SloTarget("interactive", ttft_s=2.5)
         for name, slo in (("r", SLO), ("b", BATCH), ("i", interactive), ("c", SLO), ("i2", interactive)):
@@ -123,7 +123,7 @@ class TestQueue:
         line = make_line()
         running, gone, _ = [await line.arrive(name) for name in ("running", "gone", "last")]
         running.cancel()
-        await asyncio.sleep(0)  # one turn of the loop: "gone" has the place, and has not run yet
+        await asyncio.sleep(0)  # one iteration of the loop: "gone" has the place but has not run yet
         gone.cancel()
         await run_ready_tasks()
         assert line.entered == ["running", "last"]
@@ -175,8 +175,8 @@ class TestQueue:
             assert admitted.placed.end.left_s == pytest.approx(ends[admitted.placed], abs=0.05)
         await line.close()
 
-    async def test_a_request_is_planned_next_to_those_whose_turn_its_arrival_shows(self, system):
-        """The best-effort request has waited for tokens that came meanwhile."""
+    async def test_an_arrival_starts_waiting_requests_before_it_is_planned(self, system):
+        """The best-effort request waited for tokens that have arrived since."""
         line = Line(system)
         async with system.running(request(SloTarget("chat", e2e_s=1.6)), num_tokens=1) as running:
             await line.arrive("batch", BATCH)
@@ -190,7 +190,7 @@ class TestQueue:
                 assert admitted.placed.end.left_s == pytest.approx(ends[admitted.placed], abs=0.05)
         await line.close()
 
-    async def test_room_that_no_end_makes_is_found_by_looking(self, system):
+    async def test_free_room_is_found_without_the_end_of_a_request(self, system):
         async def run_batch() -> None:
             async with system.admission.slot(request(BATCH)):
                 pass
@@ -234,7 +234,7 @@ class TestQueue:
 
 
 class TestTenantLimits:
-    async def test_a_tenant_with_all_its_places_reads_when_one_will_be_free(self, system, clock):
+    async def test_a_tenant_at_its_limit_is_refused_with_a_retry_after(self, system, clock):
         limited = request(BATCH, limits=TenantLimits(places=1))
         async with system.running(limited, num_tokens=1):
             with pytest.raises(OverloadedError, match="has 1 requests here already, limit 1") as info:
@@ -274,7 +274,7 @@ class Observed:
 
     @property
     def first(self) -> bool:
-        """Whether a first token was measured that took much longer."""
+        """Whether a much later first token was measured."""
         return self._forecast().ttft.high > 2 * 0.1
 
     @property
@@ -310,7 +310,7 @@ class TestMeasurements:
             system.admission.ended(running, e2e_s=11.09, num_tokens=100)
         assert not observed.first and not observed.end
 
-    async def test_time_that_later_requests_took_does_not_count_against_the_model(self, system, clock):
+    async def test_delays_by_later_requests_are_no_model_errors(self, system, clock):
         """Alone it ends after 1.09 s, with the other one after about 2.1 s."""
         observed = Observed(system)
         long_prompt = request(LOOSE, num_prompt=1000, max_tokens=1)
@@ -323,8 +323,8 @@ class TestMeasurements:
         assert forecast.e2e.high > 1.5, "the receipt's prediction counts it"
         assert not observed.undisturbed_end
 
-    async def test_the_rest_is_measured_from_when_the_last_other_request_came(self, system, clock):
-        """Half a second is 5 % of the whole answer, and much of the rest."""
+    async def test_the_rest_is_measured_from_the_last_arrival_on(self, system, clock):
+        """Half a second is 5 % of the whole answer, but much of the rest."""
         async with system.running(request(LOOSE, max_tokens=1000), num_tokens=1) as running:
             clock.now += 9.8
             running.placed.gained(970, running.first_at)
@@ -336,7 +336,7 @@ class TestMeasurements:
                     system.admission.ended(running, e2e_s=e2e_s, num_tokens=1000)
                 assert system.forecaster.end_of(running.placed, rest_s).high == pytest.approx(rest_s + 0.5)
 
-    async def test_what_a_lost_pod_delayed_is_not_measured(self, system, clock):
+    async def test_delays_by_a_lost_pod_are_not_measured(self, system, clock):
         observed = Observed(system)
         async with system.running(request(LOOSE)) as before:
             clock.now += 3.0

@@ -1,4 +1,4 @@
-"""Predictions: quantiles of what is measured of them, by groups of requests."""
+"""Predictions: quantiles of their errors, by group of requests."""
 
 import random
 from dataclasses import replace
@@ -33,7 +33,7 @@ class TestErrorWindow:
         assert ErrorWindow(0.9).quantiles(CHAT, 1.0).high == pytest.approx(HIGH)
 
     @pytest.mark.parametrize("level", [0.75, 0.9, 0.95])
-    def test_as_many_upper_quantiles_hold_as_they_are_asked_to(self, clock, level):
+    def test_upper_quantiles_hold_for_the_share_of_their_level(self, clock, level):
         window, rng, held = ErrorWindow(level), random.Random(7), 0
         for _ in range(3000):
             measured = rng.lognormvariate(0.0, 0.4)
@@ -81,7 +81,7 @@ class TestErrorWindow:
         assert window.quantiles(CHAT, 1.0).high == pytest.approx(HIGH)
 
     def test_old_measurements_do_not_count(self, clock):
-        """Otherwise a class that is refused for its late requests would be refused for good."""
+        """Otherwise a class that is refused for its late requests would always be refused."""
         window = ErrorWindow()
         observe(window, 8.0, 100)
         clock.now += MEMORY_S - 1
@@ -89,7 +89,7 @@ class TestErrorWindow:
         clock.now += 2
         assert window.quantiles(CHAT, 1.0) == ErrorWindow().quantiles(CHAT, 1.0)
 
-    def test_times_of_zero_are_no_error(self, clock):
+    def test_times_of_zero_raise_no_error(self, clock):
         window = ErrorWindow()
         window.observe(CHAT, 0.0, 0.0)
         assert window.quantiles(CHAT, 0.0) == (0.0, 0.0)
@@ -106,7 +106,7 @@ class TestGroups:
 
 
 def placed_on(system, asked, first_s: float = 0.0, end_s: float = 0.0) -> Placed:
-    """A request on its pods; the model of costs has these times."""
+    """A request on its pods with these times in the pod model."""
     placed = Placed(asked, route=system.plan(asked).route)
     placed.first, placed.end = Track(0.0, 0.0, first_s), Track(0.0, 0.0, end_s)
     return placed
@@ -135,7 +135,7 @@ class TestForecaster:
         forecast = forecaster.on_route(asked, route)
         assert forecast.e2e >= forecast.ttft > (2.0, 2.0)
 
-    async def test_errors_of_a_few_tokens_are_little_of_a_long_answer(self, system):
+    async def test_errors_of_a_few_tokens_hardly_change_long_predictions(self, system):
         asked, rng = request(), random.Random(5)
         placed = placed_on(system, asked)
         for _ in range(20):
@@ -150,8 +150,8 @@ class TestForecaster:
             system.forecaster.took(placed, 5.0, 1.0)
         assert system.forecaster.end_of(placed, 0.01).p50 == 0.0
 
-    async def test_receipts_and_admission_have_windows_of_their_own(self, system):
-        """What later requests add is in the receipt, and not what admission decides by."""
+    async def test_receipts_and_admission_have_separate_windows(self, system):
+        """Receipts include the delay by later requests, admission's predictions do not."""
         asked = request()
         forecaster, route = system.forecaster, system.plan(asked).route
         forecast = forecaster.on_route(asked, route)
@@ -166,7 +166,7 @@ class TestForecaster:
         assert forecast.first.p50 == pytest.approx(0.1)
         assert forecast.end.p50 == pytest.approx(1.09)
 
-    async def test_a_request_without_a_place_teaches_admission_nothing(self, system):
+    async def test_a_request_without_a_place_adds_no_error_to_admission(self, system):
         asked = request()
         forecaster, route = system.forecaster, system.plan(asked).route
         forecast = forecaster.on_route(asked, route)

@@ -1,4 +1,4 @@
-"""The gate: which requests are admitted, wait or are refused, by what the pods' costs predict."""
+"""The gate: which requests are admitted, wait or are refused, by predictions from the pods' costs."""
 
 import math
 from dataclasses import replace
@@ -65,7 +65,7 @@ class TestOwnObjectives:
             text = str(refusal(system, asked))
         assert f"predicted after {p50:.2f} s (p90 {p90:.2f} s); p90 exceeds its objective of 1.3 s" in text
 
-    async def test_time_that_has_passed_counts(self, system, clock):
+    async def test_time_since_arrival_counts(self, system, clock):
         async with system.running(request(LOOSE), num_tokens=1):
             asked = request()
             clock.now += 0.9
@@ -110,7 +110,7 @@ class TestOwnObjectives:
             with pytest.raises(OverloadedError, match=r"first token is predicted after 0\.9\d s"):
                 system.decide(request(), 2, 800)
 
-    async def test_the_wait_for_places_is_predicted_for_as_many_as_there_are_choices(self, make_system):
+    async def test_the_predicted_wait_is_for_a_place_per_choice(self, make_system):
         system = make_system(max_in_flight=4)
         async with system.running(request(LOOSE)), system.running(request(LOOSE), 2):
             one, two = (system.decide(request(LOOSE), num_places) for num_places in (1, 2))
@@ -147,7 +147,9 @@ class TestKindsOfObjectives:
             with pytest.raises(OverloadedError, match=r"objective of 0\.3 s"):
                 system.decide(request(replace(SLO, ttft_s=0.05)))
 
-    async def test_without_widening_such_a_request_runs_as_best_effort(self, make_system):
+    async def test_without_widening_a_request_that_cannot_meet_its_objectives_is_best_effort(
+        self, make_system
+    ):
         system = make_system(slack=0.0)
         async with system.running(request(LOOSE, num_prompt=1000)):
             admitted = system.decide(request(replace(SLO, ttft_s=0.05)))
@@ -179,14 +181,14 @@ class TestKindsOfObjectives:
 
 
 class TestIdleSystem:
-    async def test_objectives_that_it_meets_without_load_are_not_refused(self, system):
+    async def test_a_strict_request_that_an_idle_system_serves_in_time_is_admitted(self, system):
         tight = replace(SLO, ttft_s=0.12)  # the upper quantile is .16 s
         system.decide(request(tight))
         system.decide(request(replace(tight, is_strict=True)))
         async with system.running(request(LOOSE), num_tokens=1):
             assert refusal(system, request(tight)).reason is RefusalReason.TTFT
 
-    async def test_a_strict_request_measures_now_and_then_what_it_takes(self, system):
+    async def test_one_strict_request_per_period_measures_the_costs_again(self, system):
         asked = request(replace(STRICT, ttft_s=0.08))
         system.decide(asked)
         with pytest.raises(OverloadedError, match=r"first token is predicted after 0\.11 s") as info:
@@ -218,7 +220,7 @@ class TestWithoutPredictions:
             clock.now += 6.0
             assert system.decide(request()).forecast is None
 
-    async def test_no_more_run_than_the_pods_have_batch_slots(self, system):
+    async def test_without_predictions_at_most_the_pods_batch_slots_run(self, system):
         system.report(system.pods[0], is_known=False, max_batch=2)
         system.decide(request())
         queue = system.admission.queue
@@ -233,7 +235,7 @@ class TestWithoutPredictions:
 
 class TestOthers:
     async def test_a_request_that_makes_the_first_token_of_another_one_late_is_refused(self, system):
-        """The other one has five chunks of .1 s to compute, of which the first is half done."""
+        """The other request has five chunks of .1 s left; the first one is half done."""
         async with system.running(request(SloTarget("chat", ttft_s=0.72), num_prompt=500)):
             with pytest.raises(OverloadedError, match="make an admitted request miss an objective") as info:
                 system.decide(request(SloTarget("chat", ttft_s=0.7)))
@@ -244,7 +246,7 @@ class TestOthers:
 
     @pytest.mark.parametrize(("e2e_s", "is_late"), [(1.6, True), (1.8, False)])
     async def test_a_request_that_makes_the_end_of_another_one_late_is_refused(self, system, e2e_s, is_late):
-        """.985 s are left of it, and 1.27 s next to another one."""
+        """Its remaining time is .985 s, and 1.27 s next to another request."""
         async with system.running(request(SloTarget("chat", e2e_s=e2e_s)), num_tokens=1):
             if is_late:
                 assert refusal(system, request(LOOSE)).reason is RefusalReason.OTHERS
@@ -261,14 +263,14 @@ class TestOthers:
             else:
                 system.decide(request(LOOSE))
 
-    async def test_a_request_that_is_late_anyway_is_no_reason_to_refuse(self, system):
+    async def test_a_request_that_is_late_anyway_causes_no_refusal(self, system):
         async with system.running(request(SloTarget("chat", e2e_s=1.15)), num_tokens=1) as running:
             assert refusal(system, request(LOOSE)).reason is RefusalReason.OTHERS
             await system.pass_s(0.5)
             running.placed.gained(2, running.first_at)
             system.decide(request(LOOSE))
 
-    async def test_tokens_that_came_count(self, system):
+    async def test_received_tokens_shorten_the_prediction(self, system):
         async with system.running(request(SloTarget("chat", e2e_s=1.3)), num_tokens=1) as running:
             refusal(system, request(LOOSE))
             running.placed.gained(60, running.first_at)
@@ -295,7 +297,7 @@ class TestOthers:
 
 
 class TestBestEffort:
-    async def test_it_waits_while_it_would_make_another_one_late(self, system):
+    async def test_a_best_effort_request_waits_while_it_would_make_another_late(self, system):
         gate = system.admission.gate
         async with system.running(request(SloTarget("chat", e2e_s=1.6)), num_tokens=1) as running:
             waits = system.decide(request(BATCH))
@@ -304,7 +306,7 @@ class TestBestEffort:
             assert gate.may_begin(waits)
         assert gate.may_begin(waits)
 
-    async def test_it_does_not_wait_beyond_its_own_deadline(self, system):
+    async def test_a_best_effort_request_does_not_wait_beyond_its_deadline(self, system):
         may_begin, slo = system.admission.gate.may_begin, SloTarget("chat", e2e_s=120.0)
         async with system.running(request(slo, max_tokens=10_000), num_tokens=1) as running:
             waits = system.decide(request(BATCH))
@@ -314,8 +316,8 @@ class TestBestEffort:
             assert not may_begin(system.decide(request(BATCH)))
             assert may_begin(waits)
 
-    async def test_it_waits_next_to_requests_that_are_expected(self, system):
-        """Next to one more the end of the one that runs is in time, next to several it is not."""
+    async def test_a_best_effort_request_waits_for_expected_requests(self, system):
+        """The running request ends in time next to one more, but not next to several."""
         async with system.running(request(SloTarget("chat", e2e_s=2.4)), num_tokens=1):
             waits = system.decide(request(BATCH))
             assert system.admission.gate.may_begin(waits)
@@ -339,7 +341,7 @@ class TestRefusedClients:
             error = refusal(system, request(replace(SLO, e2e_s=1.2)))
         assert error.retry_after_s == pytest.approx(99 * 0.010 - 0.005)
 
-    async def test_they_come_back_one_after_the_other(self, system):
+    async def test_refused_clients_come_back_one_after_the_other(self, system):
         asked = [request(replace(SLO, e2e_s=1.2)) for _ in range(3)]
         async with system.running(request(LOOSE), num_tokens=1):
             first, second, third = (refusal(system, one).retry_after_s for one in asked)
@@ -348,7 +350,7 @@ class TestRefusedClients:
         assert third - second == pytest.approx(work_s)
 
     async def test_a_client_that_comes_back_is_judged_by_the_median(self, system):
-        """Next to another one the end is predicted after 1.29 s: 1.36 s, or 1.7 s by the upper quantile."""
+        """Next to another request the model's end is 1.29 s: median 1.36 s, upper quantile 1.7 s."""
         asked = request(replace(SLO, e2e_s=1.45))
         async with system.running(request(LOOSE, max_tokens=1000), num_tokens=1):
             retry_s = refusal(system, asked).retry_after_s
@@ -359,7 +361,7 @@ class TestRefusedClients:
             with pytest.raises(OverloadedError, match="refused: "):
                 system.decide(again(asked))
 
-    async def test_a_client_that_is_refused_when_it_comes_back_reads_that(self, system):
+    async def test_the_refusal_of_a_returning_client_says_again(self, system):
         asked = request(replace(SLO, e2e_s=1.2))
         async with system.running(request(LOOSE, max_tokens=1000), num_tokens=1):
             retry_s = refusal(system, asked).retry_after_s
@@ -368,7 +370,7 @@ class TestRefusedClients:
                 system.decide(again(asked))
 
     async def test_new_requests_leave_room_for_clients_that_are_due_back(self, system):
-        # Alone next to the one that runs its end is after 1.29 s, next to one more after 1.6 s.
+        # Next to the running request it ends after 1.29 s, next to two after 1.6 s.
         asked = request(SloTarget("chat", e2e_s=1.45))
         async with system.running(request(LOOSE, max_tokens=200), num_tokens=1):
             for _ in range(30):  # clients that came back
@@ -390,7 +392,7 @@ class TestRefusedClients:
 
 class TestNoisyTenants:
     async def test_a_quieter_tenant_is_refused_only_if_it_is_likely_to_be_late(self, system):
-        """Next to another one the end is predicted after 1.29 s: 1.36 s, or 1.7 s by the upper quantile."""
+        """Next to another request the model's end is 1.29 s: median 1.36 s, upper quantile 1.7 s."""
         slo = SloTarget("chat", e2e_s=1.45)
         async with system.running(request(LOOSE), num_tokens=1):
             refusal(system, request(slo, tenant="quiet"))
@@ -399,8 +401,8 @@ class TestNoisyTenants:
             system.decide(request(slo, tenant="quiet"))
             refusal(system, request(slo, tenant="noisy"))
 
-    async def test_a_quieter_tenant_may_make_others_late_if_that_is_not_likely(self, system):
-        """1.27 s are left of the other one: 1.34 s, or 1.68 s by the upper quantile."""
+    async def test_a_quieter_tenant_is_admitted_unless_it_makes_others_likely_late(self, system):
+        """The other request's remaining time is 1.27 s by the model: median 1.34 s, upper quantile 1.68 s."""
         async with system.running(request(SloTarget("chat", e2e_s=1.6)), num_tokens=1):
             for number in range(10):
                 reason = refusal(system, request(LOOSE, tenant="quiet" if number == 0 else "noisy")).reason
@@ -430,7 +432,7 @@ class TestNoisyTenants:
 
 
 class TestMeasures:
-    async def test_the_share_of_the_time_without_load_that_load_takes(self, system):
+    async def test_slack_used_is_the_mean_share_of_recent_requests(self, system):
         assert system.admission.gate.slack_used == 0
         async with system.running(request(BATCH), num_tokens=1):
             system.decide(request(BATCH))
@@ -447,8 +449,8 @@ class TestMeasures:
             await system.pass_s(11)
             assert system.admission.gate.slack_used == 0
 
-    async def test_a_later_request_changes_what_is_predicted_of_those_that_run(self, system, clock):
-        """Five chunks of .1 s, of which the later one's comes before the last four."""
+    async def test_a_later_request_changes_the_predictions_of_running_ones(self, system, clock):
+        """Five chunks of .1 s; the later request's chunk is computed before the last four."""
         async with system.running(request(LOOSE, num_prompt=500)) as running:
             placed = running.placed
             assert (placed.first.model_s, placed.end.model_s) == pytest.approx((0.5, 0.5 + 0.99))
@@ -457,7 +459,7 @@ class TestMeasures:
                 assert placed.first.model_s == pytest.approx(0.6, abs=0.01)
                 assert placed.end.model_s == pytest.approx(0.6 + 0.99, abs=0.01)
 
-    async def test_the_first_token_of_a_prompt_that_is_not_sent(self, make_system):
+    async def test_the_ttft_of_a_hypothetical_prompt_is_predicted(self, make_system):
         system = make_system()
         assert system.admission.gate.predicted_ttft_s(200) == pytest.approx(0.2 * MEDIAN)
         empty = make_system(num_pods=0)

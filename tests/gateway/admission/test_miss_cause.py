@@ -23,8 +23,8 @@ def receipt_of(seconds: dict[str, float], **fields: int) -> common_pb2.Receipt:
 
 
 @pytest.mark.parametrize("stage", CAUSES)
-def test_a_delay_is_found_in_the_stage_where_it_was(stage):
-    """Each stage deviates by up to a third from what was predicted; one is delayed."""
+def test_the_stage_with_the_delay_is_the_cause(stage):
+    """Each stage deviates by up to a third from its prediction; one is delayed."""
     rng, right = random.Random(5), 0
     for _ in range(200):
         predicted = {
@@ -55,14 +55,14 @@ def test_a_delay_is_found_in_the_stage_where_it_was(stage):
     assert right >= 190
 
 
-def test_what_came_after_a_late_first_token_is_not_its_cause():
+def test_later_stages_are_not_the_cause_of_a_late_first_token():
     seconds = {"queue": 0.2, "prefill": 2.0, "transfer": 0.0, "decode": 9.0, "other": 0.0}
     receipt = receipt_of(seconds, output_tokens=10)
     assert miss_cause(receipt, None, is_late_start=True, is_late_end=True) == "prefill"
     assert miss_cause(receipt, None, is_late_start=False, is_late_end=True) == "decode"
 
 
-def test_late_tokens_are_not_the_fault_of_what_came_before_the_first_one():
+def test_earlier_stages_are_not_the_cause_of_late_tokens():
     seconds = {"queue": 2.0, "prefill": 3.0, "transfer": 1.0, "decode": 0.5, "other": 0.1}
     receipt = receipt_of(seconds, output_tokens=10)
     assert miss_cause(receipt, None, is_late_start=False, is_late_end=False) == "decode"
@@ -72,7 +72,7 @@ def test_late_tokens_are_not_the_fault_of_what_came_before_the_first_one():
     assert miss_cause(longer, forecast, is_late_start=False, is_late_end=False) == "decode"
 
 
-def test_a_stage_that_took_long_as_predicted_is_not_the_cause():
+def test_a_long_stage_within_its_prediction_is_not_the_cause():
     seconds = {"queue": 8.0, "prefill": 2.0, "transfer": 0.0, "decode": 1.0, "other": 0.0}
     forecast = forecast_of(wait_s=7.5, prefill_s=0.5, token_s=0.1, num_output=10)
     assert (

@@ -1,4 +1,4 @@
-"""The queue: how many requests run at once, and in which order those that wait begin."""
+"""The queue: how many requests run at once, and the order in which waiting ones begin."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def run(queue: Queue, slo=SLO, num_places: int = 1) -> Admitted:
 
 
 def next_one(queue: Queue, *kept_back: Admitted) -> Admitted | None:
-    """The one that begins next; those that are kept back may not."""
+    """The request that begins next; `kept_back` ones may not."""
     waiter = queue.next_waiting(lambda admitted: admitted not in kept_back)
     if waiter is None:
         return None
@@ -64,7 +64,7 @@ class TestPlaces:
         assert not queue.fits(request(BATCH))
         assert queue.fits(request())
 
-    def test_best_effort_requests_are_as_many_as_pods_compute_at_once_and_a_few(self, clock):
+    def test_best_effort_requests_are_at_most_slightly_more_than_the_pods_batch_slots(self, clock):
         queue = make_queue(max_in_flight=100, num_batch_slots=8)
         for _ in range(10):
             assert queue.fits(request(BATCH))
@@ -72,12 +72,12 @@ class TestPlaces:
         assert not queue.fits(request(BATCH)), "1.25 times eight"
         assert queue.fits(request())
 
-    def test_one_best_effort_request_runs_always(self, clock):
+    def test_one_best_effort_request_always_runs(self, clock):
         queue = make_queue(max_in_flight=1)
         assert queue.fits(request(BATCH))
         assert make_queue(max_in_flight=4).fits(request(BATCH), 4)
 
-    def test_without_predictions_no_more_run_than_pods_have_batch_slots(self, clock):
+    def test_without_predictions_at_most_the_pods_batch_slots_run(self, clock):
         queue = make_queue(max_in_flight=8, num_batch_slots=2)
         queue.is_blind = True
         run(queue)
@@ -103,7 +103,7 @@ class TestPlaces:
 
 
 class TestOrder:
-    async def test_the_earliest_deadline_goes_first_whenever_it_came(self):
+    async def test_the_earliest_deadline_goes_first_in_any_order_of_arrival(self):
         queue = make_queue()
         last, first, second = due_in(9.0), due_in(1.0), due_in(1.0)
         for one in (last, first, second):
@@ -136,7 +136,7 @@ class TestOrder:
         assert not queue.is_behind_others(due_in(4.0, BATCH))
         assert not queue.is_behind_others(due_in(6.0))
 
-    async def test_a_request_that_gave_up_has_no_turn(self):
+    async def test_a_request_that_gave_up_does_not_start(self):
         queue = make_queue()
         gone, stays = queue.wait(due_in(1.0)), due_in(2.0)
         queue.wait(stays)
@@ -144,7 +144,7 @@ class TestOrder:
         assert queue.num_waiting == 1
         assert [next_one(queue), next_one(queue)] == [stays, None]
 
-    async def test_a_request_that_was_cancelled_a_moment_ago_has_no_turn(self):
+    async def test_a_request_that_was_just_cancelled_does_not_start(self):
         queue = make_queue()
         gone, stays = queue.wait(due_in(1.0)), due_in(2.0)
         queue.wait(stays)
@@ -167,7 +167,7 @@ class TestWaits:
         turns.append(info.value.retry_after_s)
         assert turns == pytest.approx([1.0, 2.0, 3.0]), "requests of a second each, one place"
 
-    async def test_turns_take_as_long_as_requests_did_lately(self):
+    async def test_the_wait_for_a_place_follows_from_recent_service_times(self):
         queue = make_queue(max_in_flight=4)
         for _ in range(200):
             queue.ended(2.0)
@@ -176,7 +176,7 @@ class TestWaits:
             queue.ended(1e9)
         assert queue.turn_s() == MAX_RETRY_AFTER_S
 
-    async def test_a_wait_is_that_for_requests_with_earlier_deadlines(self):
+    async def test_the_wait_counts_only_requests_with_earlier_deadlines(self):
         queue = make_queue(max_in_flight=2)
         for seconds in (1.0, 2.0):
             queue.wait(due_in(seconds))

@@ -46,12 +46,12 @@ class TestOpenCalls:
 
 
 class TestTokenRates:
-    def test_a_tenant_without_a_limit_has_none(self, clock):
+    def test_a_tenant_without_a_limit_is_not_limited(self, clock):
         rates = TokenRates()
         for _ in range(100):
             rates.take("t", None, 1_000_000)
 
-    def test_the_retry_after_is_when_a_token_is_there_again(self, clock):
+    def test_the_retry_after_is_the_time_until_the_next_token(self, clock):
         rates = TokenRates()
         rates.take("t", 60, 90)
         with pytest.raises(OverloadedError, match="used its 60 tokens per minute") as info:
@@ -65,7 +65,7 @@ class TestTokenRates:
         clock.now += 0.2
         rates.take("t", 60, 1)
 
-    def test_no_more_than_the_tokens_of_a_minute_are_saved(self, clock):
+    def test_at_most_a_minutes_tokens_are_saved(self, clock):
         rates = TokenRates()
         rates.take("t", 60, 1)
         clock.now += 3600
@@ -73,7 +73,7 @@ class TestTokenRates:
         with pytest.raises(OverloadedError):
             rates.take("t", 60, 1)
 
-    def test_tokens_that_were_taken_and_not_used_come_back(self, clock):
+    def test_unused_tokens_are_given_back(self, clock):
         rates = TokenRates()
         rates.take("t", 60, 60)
         rates.charge("t", 60, -60)

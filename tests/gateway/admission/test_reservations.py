@@ -1,4 +1,4 @@
-"""Room for requests that are not here: demand of tenants, and appointments of refused clients."""
+"""Room for future requests: demand of tenants, and appointments of refused clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TestShares:
         assert not demand.is_quieter("noisy")
         assert demand.before("noisy", has_objectives=True) == 0
 
-    def test_a_tenant_that_used_more_than_its_share_is_ahead_by_that(self, demand, clock):
+    def test_a_tenant_above_its_share_is_ahead_by_the_excess(self, demand, clock):
         use(demand, "quiet", 0.1)
         for _ in range(10):
             use(demand, "noisy", 1.0)
@@ -55,7 +55,7 @@ class TestShares:
         assert demand.ahead_s("small") > 10
         assert demand.ahead_s("small") == pytest.approx(demand.ahead_s("large"), rel=0.15)
 
-    def test_tenants_that_use_the_same_are_not_ahead_however_busy_the_fleet_is(self, demand):
+    def test_tenants_with_equal_use_are_not_ahead_on_a_busy_fleet(self, demand):
         for _ in range(100):
             for tenant in ("a", "b", "c"):
                 use(demand, tenant, 1.0)
@@ -74,7 +74,7 @@ class TestShares:
 
 
 class TestQuieterTenants:
-    def test_a_tenant_that_asks_for_less_than_half_is_quieter(self, demand, clock):
+    def test_a_tenant_with_less_than_half_the_demand_is_quieter(self, demand, clock):
         assert not demand.is_quieter("small"), "nothing is asked for"
         for name, count in (("large", 20), ("half", 11), ("small", 2)):
             ask(demand, name, count)
@@ -89,7 +89,7 @@ class TestQuieterTenants:
         ask(demand, "large")
         assert demand.is_quieter("new")
 
-    def test_work_counts_and_not_the_number_of_requests(self, demand):
+    def test_demand_is_work_and_not_the_number_of_requests(self, demand):
         ask(demand, "long", 6, work_s=20.0)
         ask(demand, "short", 30, work_s=0.05)
         assert demand.is_quieter("short") and not demand.is_quieter("long")
@@ -102,7 +102,7 @@ class TestQuieterTenants:
         assert not demand.is_quieter("small")
         assert demand.is_quieter("large")
 
-    def test_tenants_that_ask_for_the_same_seldom_differ_by_much(self, demand, clock):
+    def test_tenants_with_equal_demand_rarely_differ_by_much(self, demand, clock):
         chance, num_quieter = random.Random(0), 0
         for _ in range(3000):
             clock.now += chance.expovariate(20.0)
@@ -111,7 +111,7 @@ class TestQuieterTenants:
         assert num_quieter < 0.03 * 3000
 
     @pytest.mark.parametrize(("period_s", "within_s"), [(0.1, 6.0), (0.03, 0.9)])
-    def test_a_tenant_that_begins_to_ask_for_much_is_noisy_soon(self, demand, clock, period_s, within_s):
+    def test_a_sudden_rise_in_demand_makes_a_tenant_noisy_soon(self, demand, clock, period_s, within_s):
         def pass_s(seconds: float, of_b: int) -> None:
             for _ in range(round(seconds / period_s)):
                 clock.now += period_s
@@ -123,14 +123,14 @@ class TestQuieterTenants:
         pass_s(within_s, of_b=4)
         assert demand.is_quieter("a"), "the more it asks, the sooner"
 
-    def test_many_requests_at_once_are_no_noise_of_a_tenant_that_asked_for_less(self, demand, clock):
+    def test_a_burst_does_not_make_a_tenant_with_less_demand_noisy(self, demand, clock):
         for _ in range(200):
             clock.now += 0.1
             ask(demand, "large")
         ask(demand, "small", 40)
         assert not demand.is_quieter("large")
 
-    def test_requests_with_objectives_of_all_tenants_come_before_best_effort(self, demand, clock):
+    def test_requests_with_objectives_have_priority_over_best_effort(self, demand, clock):
         for _ in range(600):
             clock.now += 0.1
             ask(demand, "a", work_s=0.5)
@@ -153,7 +153,7 @@ class TestExpectedRequests:
     def number(self, *args: object, **fields: object) -> int:
         return sum(job.num_places for job in self.expected(*args, **fields))
 
-    async def test_a_noisy_tenant_expects_what_quieter_ones_ask_for_until_it_is_due(self, system, clock):
+    async def test_a_noisy_tenants_request_expects_quieter_tenants_until_it_is_due(self, system, clock):
         reservations = Reservations()
         work_s = system.plan(request()).route.work_s
         for number in range(600):
@@ -173,7 +173,7 @@ class TestExpectedRequests:
             assert ready_s == sorted(ready_s)
             assert ready_s[0] < 0.1 and ready_s[-1] == pytest.approx(due_s, abs=0.3)
 
-    async def test_many_small_tenants_count_as_one_that_asks_for_as_much(self, system, clock):
+    async def test_many_small_tenants_count_as_one_with_their_total_demand(self, system, clock):
         def number(num_small: int) -> int:
             reservations = Reservations()
             for number in range(600):
@@ -197,7 +197,7 @@ class TestExpectedRequests:
             numbers.append(sum(job.num_places for job in reservations.expected(asked, route)))
         assert numbers == [pytest.approx(40 + 6, abs=2), pytest.approx(20 + 4, abs=2)]
 
-    async def test_many_requests_are_few_jobs(self, system, clock):
+    async def test_many_expected_requests_become_few_jobs(self, system, clock):
         reservations = Reservations()
         work_s = system.plan(request()).route.work_s
         ask(reservations.demand, "noisy", 300, work_s)
@@ -215,7 +215,7 @@ class TestExpectedRequests:
         reservations = Reservations()
         work_s = system.plan(request()).route.work_s
         assert self.expected(system, reservations, "default", BATCH) == []
-        # Two per second, of which each stays for 1.09 s: two, and one standard deviation.
+        # Two per second, each for 1.09 s: two, and one standard deviation.
         ask(reservations.demand, "default", 4, work_s)
         assert self.number(system, reservations, "default", BATCH) == pytest.approx(4, abs=1)
         assert self.expected(system, reservations, "default") == []
@@ -234,7 +234,7 @@ class TestExpectedRequests:
 
 
 class Diary:
-    """Appointments of one system: each client's work takes as long as half of all work would take it."""
+    """Appointments of one system. Half of the clients return, and may use half of the time."""
 
     def __init__(self, system: ReportedSystem, clock: Clock) -> None:
         self.appointments = Appointments()
@@ -244,7 +244,7 @@ class Diary:
 
     @property
     def length_s(self) -> float:
-        """The time between two clients at the beginning."""
+        """Initial time between two clients."""
         return self.route.work_s
 
     def make(self, key: int, after_s: float, num_places: int = 1) -> float:
@@ -274,7 +274,7 @@ class TestAppointments:
         diary.make(1, 5.0, num_places=4)
         assert diary.make(2, 5.0) == pytest.approx(5.0 + 4 * diary.length_s)
 
-    async def test_a_client_finds_its_room_around_its_time_and_once(self, diary, clock):
+    async def test_an_appointment_is_kept_once_around_its_time(self, diary, clock):
         diary.make(7, 5.0)
         clock.now += 3.9
         assert not diary.keep(7), "1.1 s too early"
@@ -283,7 +283,7 @@ class TestAppointments:
         assert diary.keep(7)
         assert not diary.keep(7)
 
-    async def test_it_finds_its_room_until_a_second_later(self, diary, clock):
+    async def test_an_appointment_is_kept_until_a_second_late(self, diary, clock):
         diary.make(7, 5.0)
         diary.make(8, 5.0)
         clock.now += 5.9
@@ -300,7 +300,7 @@ class TestAppointments:
         clock.now += 85.0
         assert diary.keep(1)
 
-    async def test_an_appointment_far_ahead_delays_none_that_may_come_earlier(self, diary):
+    async def test_a_late_appointment_does_not_delay_earlier_ones(self, diary):
         length_s = diary.length_s
         assert diary.make(1, 90.0) == 90.0
         assert diary.make(2, 1.0) == 1.0
@@ -308,7 +308,7 @@ class TestAppointments:
         between = diary.make(4, 90.0 - length_s / 2)
         assert between == pytest.approx(90.0 + length_s), "the time before the first one is too short"
 
-    async def test_room_is_kept_shortly_before_and_for_as_many_as_are_likely_to_come(self, diary, clock):
+    async def test_near_appointments_are_as_many_as_clients_are_likely_to_return(self, diary, clock):
         for number in range(40):  # so all are likely to come
             diary.make(number, 0.0)
             assert diary.keep(number)
@@ -329,7 +329,7 @@ class TestAppointments:
             diary.make(number, 0.0)
         assert diary.near() == ["0", "1"]
 
-    async def test_clients_that_do_not_come_leave_their_room_to_others(self, diary, clock):
+    async def test_missed_appointments_leave_room_for_other_clients(self, diary, clock):
         for number in range(50):
             diary.make(number, 0.0)
         clock.now += 100
@@ -337,7 +337,7 @@ class TestAppointments:
         assert diary.make(101, 0.0) - first < 0.1 * diary.length_s
         assert diary.near() == []
 
-    async def test_a_time_is_never_further_ahead_than_the_longest_retry_after(self, diary, clock):
+    async def test_no_appointment_is_later_than_the_longest_retry_after(self, diary, clock):
         assert diary.make(0, 1e9) == MAX_RETRY_AFTER_S
         for number in range(5000):
             due = diary.make(number, 0.0, num_places=10)
@@ -352,7 +352,7 @@ class TestAppointments:
         clock.now += 10
         assert diary.near() == []
 
-    async def test_the_line_of_a_tenant_does_not_delay_another(self, diary):
+    async def test_appointments_of_a_tenant_do_not_delay_another_tenants(self, diary):
         for number in range(500):
             diary.make(number, 1.0)
         asked = request(tenant="other", num_prompt=1)

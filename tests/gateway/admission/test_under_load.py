@@ -45,7 +45,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def make(index: int, slo_class: str = "interactive", tenant: str = "t") -> Request:
-    """About a hundred tokens, no two with the same beginning, and an answer of twenty."""
+    """Prompts of about a hundred tokens with different prefixes, and answers of twenty."""
     text = f"{index:03} {slo_class} {tenant} " + "where is my order? " * 12
     slo = DEFAULT_SLO_CLASSES[slo_class]
     return Request(index, Prompt(f"d{index}", (Turn("user", text),)), slo, 20, Tenant(tenant))
@@ -61,7 +61,7 @@ def run(
 
 
 def in_time(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Those that met their objectives, counted from the sending that was answered."""
+    """Requests that met their objectives, counted from the last attempt."""
     return [record for record in records if record.is_met(since_s=record.last_sent_s)]
 
 
@@ -69,7 +69,7 @@ def in_time(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 def test_under_overload_admitted_requests_are_in_time_and_the_machine_is_full(
     tokenizer: Tokenizer, classes: tuple[str, ...], least_admitted: int
 ) -> None:
-    """Four times what the machine can do, for 20 s, with each seed."""
+    """Four times the capacity for 20 s, with each seed."""
     sent = [make(index, classes[index % len(classes)]) for index in range(240)]
     records = [one for seed in SEEDS for one in run(tokenizer, sent, OpenLoop(12.0, seed), seed)]
     admitted = [record for record in records if not record.is_refused]
@@ -90,7 +90,7 @@ def test_refused_clients_find_room_when_they_come_back(tokenizer: Tokenizer) -> 
 
 
 def test_quieter_tenants_are_served_next_to_a_noisy_one(tokenizer: Tokenizer) -> None:
-    """One request a second, and ten; the machine can do three."""
+    """One tenant sends one request per second, the other ten; the capacity is three."""
     arrivals = sorted(
         [(float(second), "quiet") for second in range(20)] + [(n / 10, "noisy") for n in range(200)]
     )

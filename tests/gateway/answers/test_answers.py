@@ -1,4 +1,4 @@
-"""Cut streams are resumed, and repeated requests joined: in one gateway, and in another through Redis."""
+"""Cut streams are resumed, and repeated requests joined, in one gateway and in another through Redis."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ async def redis_url(tmp_path: Path) -> AsyncIterator[str]:
 
 
 async def never_renewed() -> None:
-    """In place of AnswerStore.renew_lease: the gateway seems paused for longer than its lease."""
+    """Replaces AnswerStore.renew_lease, as if the gateway were paused for longer than its lease."""
     raise StoreError("paused")
 
 
@@ -49,7 +49,7 @@ def events_of(text: str) -> list[tuple[str, dict | str]]:
 
 
 async def first_events(front, path: str, body: dict, count: int, **headers: str) -> list[tuple[str, dict]]:
-    """Reads so many events, then closes the connection."""
+    """Reads this many events, then closes the connection."""
     text = ""
     async with front.http.stream("POST", path, json=body, headers=headers) as response:
         assert response.status_code == 200, await response.aread()
@@ -67,7 +67,7 @@ async def rest(front, path: str, last_id: str, **headers: str) -> list[tuple[str
 
 
 def without_times(events: list[tuple[str, dict | str]]) -> list[str]:
-    """The JSON without what differs between two computations."""
+    """The JSON without fields that differ between two computations."""
     shown = []
     for _, event in events:
         if isinstance(event, dict) and event.get("usage"):
@@ -85,7 +85,7 @@ async def test_a_stream_cut_after_any_event_is_resumed(pods, gateway, path, body
     for count in range(1, len(WORDS) + 2):
         head = await first_events(front, path, body, count)
         tail = await rest(front, path, head[-1][0])
-        again = await rest(front, path, head[0][0])  # the same answer a second time, from its start
+        again = await rest(front, path, head[0][0])  # the answer a second time, from its start
         assert without_times(head + tail) == without_times(head[:1] + again)
         assert {event["id"] for _, event in head + tail if isinstance(event, dict)} == {head[0][1]["id"]}
         assert tail[-1] == ("", "[DONE]")
@@ -247,7 +247,7 @@ async def test_requests_with_one_key_get_one_answer(pods, gateway, two_gateways,
 
 
 async def test_a_key_holds_at_each_gateway_while_redis_hangs(pods, gateway, tmp_path):
-    """Two gateways compute the answer, which is the same since the seed is. Both count it."""
+    """Two gateways compute equal answers, because the seed is equal. Both count it."""
     server = RedisServer(tmp_path / "redis")
     await server.start()
     async with redis.Redis.from_url(server.url) as client:
@@ -402,7 +402,7 @@ async def test_a_stream_continues_when_redis_stops(pods, gateway, tmp_path):
 
 
 async def until_released(client: redis.Redis, key: str) -> None:
-    """Until no gateway computes the answer."""
+    """Waits until no gateway computes the answer."""
 
     async def is_released() -> bool:
         return await client.hget(key, "owner") == b""
@@ -518,7 +518,7 @@ async def test_a_client_that_resumes_waits_for_redis(pods, two_gateways, monkeyp
 
 
 async def test_an_answer_is_written_once_at_a_time(pods, two_gateways, monkeypatch):
-    """Redis is away when the answer begins, and slow when it is back."""
+    """Redis is down when the answer begins, and slow when it returns."""
     pod = await pods(words=WORDS, pause_s=0.05)
     one, other = await two_gateways(pod)
     store = one.process.store

@@ -22,7 +22,7 @@ REQUEST = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user",
 
 
 def make_unreliable(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
-    """Calls to Redis are lost before they arrive, or their replies are, or they are slow."""
+    """Loses calls to Redis or their replies, or delays them."""
     reach = AnswerStore.connection
 
     @asynccontextmanager
@@ -41,7 +41,7 @@ def make_unreliable(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None
 
 
 async def ask(fronts: tuple, rng: random.Random, num_events: list[int]) -> None:
-    """One answer, with cuts. It may begin anew when it is kept nowhere any more."""
+    """One answer, with cuts. It begins anew if no gateway has kept it."""
     event_id, token_ids = "", []
     while True:
         front = rng.choice(fronts)
@@ -102,11 +102,11 @@ async def run(
     await server.stop()
 
 
-async def test_each_token_comes_once_however_redis_fails(pods, gateway, monkeypatch, tmp_path):
+async def test_each_token_is_sent_once_when_redis_fails(pods, gateway, monkeypatch, tmp_path):
     await run(pods, gateway, monkeypatch, tmp_path / "redis", seed=0, number=3)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("seed", range(1, 9))
-async def test_each_token_comes_once_in_many_runs(pods, gateway, monkeypatch, tmp_path, seed):
+async def test_each_token_is_sent_once_in_many_runs(pods, gateway, monkeypatch, tmp_path, seed):
     await run(pods, gateway, monkeypatch, tmp_path / "redis", seed, number=30)

@@ -1,4 +1,4 @@
-"""Answers that can be resumed: how long they are kept, and what they may take."""
+"""Answers that can be resumed: their lifetime and their memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_bytes_are_the_sum_over_kept_answers():
         if rng.random() < 0.2:
             kept.remove(there.pop(rng.randrange(len(there))))
         removed = kept.remove_excess()
-        assert removed == there[: len(removed)]  # the oldest ones, and no more than have to
+        assert removed == there[: len(removed)]  # the oldest ones, and no more than needed
         there = there[len(removed) :]
         assert kept.num_bytes == sum(one.num_bytes for one in there) <= MAX_BYTES
         if removed:

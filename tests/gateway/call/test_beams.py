@@ -1,4 +1,5 @@
-"""A beam search at the gateway: one request to the pods, whose texts are the choices; lost pods cost time."""
+"""A beam search at the gateway: one request to the pods, whose texts are the choices; lost pods only delay
+it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ async def test_the_best_texts_are_the_choices(pods, gateway):
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (1, 3)
     receipts = usage["tandem_receipts"]
     assert [receipt["output_tokens"] for receipt in receipts] == [1, 2]
-    # What was done for both counts once.
+    # Work for both counts once.
     assert [receipt["transfer_bytes"] for receipt in receipts] == [100, 0]
     assert await front.metric("vllm:num_preemptions_total") == 3
     assert await front.metric('tandem_requests_total{outcome="ok"}') == 2

@@ -1,4 +1,4 @@
-"""Several choices and prompts in one call: separate seeds, admitted together, streamed beside each other."""
+"""Several choices and prompts in one call: separate seeds, admitted and streamed together."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ async def test_each_choice_takes_a_place(pods, gateway):
     one = asyncio.create_task(front.http.post(CHAT, json={"messages": USER}))
     answers = await asyncio.gather(slow, many, one)
     assert [answer.status_code for answer in answers] == [200] * 3
-    # More than there are places: it gets all of them.
+    # More than the number of places: it gets all of them.
     assert (await front.http.post(CHAT, json={"messages": USER, "n": 5})).status_code == 200
     assert await front.metric("tandem_requests_in_flight") == 0
 

@@ -90,7 +90,7 @@ def llm(folder: Path) -> tuple[LLM, PromptRecorder]:
 
 @pytest.fixture(params=["gateway", "llm"])
 async def encode(request, folder, llm, gateway, pods) -> Encode:
-    """The prompt tokens that the engine gets, by each of the two ways to it."""
+    """The prompt tokens that the engine gets through the gateway and through the LLM."""
 
     async def through_llm(prompt: Prompt) -> list[int]:
         model, recorder = llm
@@ -155,7 +155,7 @@ async def test_control_tokens_of_a_user_equal_transformers_sanitised(encode: Enc
         assert await encode(messages) == expected
 
 
-async def test_a_user_cannot_open_a_turn_nor_lose_a_character(encode: Encode, folder: Path) -> None:
+async def test_a_users_text_opens_no_turn_and_loses_no_character(encode: Encode, folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for messages in INJECTIONS:
         ids = await encode(messages)

@@ -1,4 +1,4 @@
-"""Failover: a lost pod costs nothing but time, and another one continues the answer."""
+"""Failover: a lost pod only delays an answer, and another pod continues it."""
 
 import asyncio
 import time
@@ -64,9 +64,9 @@ async def test_the_time_on_lost_pods_is_in_the_receipt(pods, gateway):
     call = front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER), timeout=20)
     receipt = [m async for m in call][-1].end.receipt
     assert (receipt.decode_pod, receipt.decode_retries) == ("good", 2)
-    # Until the first token, and while nothing came from the silent pod.
+    # Until the first token, and while the silent pod sent nothing.
     assert 1.0 < receipt.failover_ns / 1e9 < 1.6
-    # Of the first pod; the fake pods' receipts have none of their own.
+    # Decoding on the first pod; receipts of fake pods have no times.
     assert 5 * 0.05 <= receipt.decode_ns / 1e9 < 0.6
     assert receipt.ttft_ns < 0.3e9
 
@@ -451,7 +451,7 @@ async def test_an_answer_moves_when_another_pod_appears(pods, gateway):
 
 
 async def test_a_failed_pod_is_tried_again_only_after_the_others_failed(pods, gateway):
-    """Three that answer polls but no calls: each is healthy again when the next one is left."""
+    """Three pods answer polls but no calls: each is healthy again when the next one fails."""
     broken = [await pods(f"broken-{n}", hangs=True, pause_s=60.0) for n in range(3)]
     good = await pods("good", num_running=4, free_blocks=90)
     front = await gateway(*broken, good)

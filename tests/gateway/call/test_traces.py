@@ -1,5 +1,4 @@
-"""What the gateway's span of a call says: the stages of answers that outlive calls, refusals, clients that
-leave."""
+"""The gateway's span of a call: answers that outlive calls, refusals, clients that disconnect."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The dashboard's samples, who may read them, and which files its page consists of."""
+"""The dashboard's samples, access to them, and the files of its page."""
 
 import asyncio
 import hashlib
@@ -34,7 +34,7 @@ def rows(data: dict, sample: dict, name: str) -> list[dict]:
 
 
 async def data_until(front, is_there, **params):
-    """The answer whose newest sample is as wanted."""
+    """Reads until the newest sample is as wanted; returns the answer."""
     found = None
 
     async def check() -> bool:
@@ -150,7 +150,7 @@ async def test_a_move_to_another_pod_is_shown(pods, gateway):
     await data_until(front, is_gone)
 
 
-async def test_only_an_operators_key_shows_the_requests_of_all(pods, gateway, tmp_path):
+async def test_only_an_operators_key_shows_requests_of_all_tenants(pods, gateway, tmp_path):
     lines = [
         {"key_sha256": hashlib.sha256(b"acme-key").hexdigest(), "tenant": "acme"},
         {"key_sha256": hashlib.sha256(b"ops-key").hexdigest(), "tenant": "ops", "operator": True},
@@ -193,7 +193,7 @@ async def test_a_reader_gets_each_sample_once(pods, gateway):
     later = await data_until(front, lambda sample: True, since=since)
     assert later["samples"][0]["number"] == since
     assert later["about"]["start"] == first["about"]["start"]
-    # A number of a gateway before this one.
+    # A sample number of an earlier gateway.
     beyond = (await front.http.get(DATA, params={"since": 10**6})).json()
     assert beyond["samples"] == []
     assert beyond["next"] == beyond["newest"] + 1
@@ -239,7 +239,7 @@ def add(log: EndedRequests, name: str, outcome: Outcome = Outcome.OK, **fields: 
     log.add(request, outcome, common_pb2.Receipt(**fields) if fields else None, was_admitted=True)
 
 
-def test_of_many_requests_those_that_missed_their_slo_are_shown_and_refused_ones_last():
+def test_of_many_requests_slo_misses_are_shown_first_and_refused_ones_last():
     log = EndedRequests()
     add(log, "refused", Outcome.REFUSED)
     for number in range(SHOWN_PER_SECOND):
@@ -255,7 +255,7 @@ def test_of_many_requests_those_that_missed_their_slo_are_shown_and_refused_ones
     assert log.take() == ([], None)
 
 
-def test_predicted_times_are_compared_with_those_of_the_same_requests():
+def test_predicted_and_measured_times_are_of_the_same_requests():
     log = EndedRequests()
     for ttft_ms, p50_ms, p90_ms in ((100, 120, 180), (300, 200, 400), (200, 150, 220)):
         nanoseconds = [value * 1_000_000 for value in (ttft_ms, p50_ms, p90_ms)]

@@ -1,4 +1,4 @@
-"""The page in a real browser: it shows the samples' numbers, asks for a key, and says when nobody answers."""
+"""The page in a real browser: it shows the samples' numbers, asks for a key, and reports a lost gateway."""
 
 import asyncio
 import hashlib
@@ -32,7 +32,7 @@ async def browser(tmp_path):
 
 
 async def until_page(page: chromium.Page, condition: str) -> None:
-    """Until a JavaScript expression is true."""
+    """Waits until a JavaScript expression is true."""
 
     async def is_there() -> bool:
         await pause_async(0.1)
@@ -160,13 +160,13 @@ def test_the_page_reports_several_gateways_and_pauses_between_requests(tmp_path)
     )
     assert ran.returncode == 0, ran.stderr
     several = "several gateways answer at this address"
-    # One change is a gateway that was started anew.
+    # One change is a restarted gateway.
     troubles = ["", "", "", "", "", several, several, ""]
     assert json.loads(ran.stdout) == [[trouble, 1000] for trouble in troubles]
 
 
 def test_the_wheel_takes_every_file_of_the_page():
-    """It takes those of the package that git does not ignore."""
+    """The wheel takes the files of the package that git does not ignore."""
     files = sorted(path for path in FOLDER.rglob("*") if path.is_file())
     assert FOLDER / "vendor" / "uPlot.LICENSE" in files
     if subprocess.run(["git", "rev-parse"], cwd=FOLDER, capture_output=True).returncode:

@@ -1,5 +1,5 @@
-"""Guides of any kind, right and wrong, large and malformed, over HTTP: an answer or a 400 that says why, and
-the event loop, which all streams share, is soon free again."""
+"""Random guides over HTTP, valid, invalid, large and malformed: each gets an answer or a 400 with the reason,
+and does not block the event loop that all streams share."""
 
 from __future__ import annotations
 

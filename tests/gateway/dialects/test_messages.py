@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: one message, typed events, and what is refused."""
+"""Anthropic's Messages API: one message, typed events, refusals."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's and vLLM's clients that guide an answer, as the guide that they mean."""
+"""The guide fields of OpenAI's and vLLM's clients are read as guides."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_each_form_of_a_guide_is_read(fields: dict[str, Any], guide: Guide) -> N
         {"structured_outputs": {"json_object": False}},
     ],
 )
-def test_fields_that_are_off_give_no_guide(fields: dict[str, Any]) -> None:
+def test_disabled_fields_give_no_guide(fields: dict[str, Any]) -> None:
     assert "guide" not in parsed(**fields)
 
 

@@ -31,7 +31,7 @@ async def test_a_chat_has_prompt_logprobs_at_the_top_level(pods, gateway) -> Non
     assert others[0]["5"]["rank"] == 1
     assert isinstance(others[0]["5"]["decoded_token"], str)
     assert all(choice["logprobs"] is None for choice in answer["choices"])
-    # The second choice is not asked for what the first one brings.
+    # Only the first choice asks for prompt log probabilities.
     asked = [request.sampling.HasField("prompt_logprobs") for request in pod.requests]
     assert sorted(asked) == [False, True]
 

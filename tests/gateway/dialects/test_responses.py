@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, through OpenAI's client: one object, typed events, and what is not stored."""
+"""OpenAI's Responses API, through OpenAI's client: one object, typed events, nothing stored."""
 
 import json
 

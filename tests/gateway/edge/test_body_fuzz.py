@@ -1,4 +1,4 @@
-"""Random bodies for every endpoint that takes one: no 500, and an answer that is JSON."""
+"""Random bodies for every endpoint that takes one: no 500, and every answer is JSON."""
 
 import random
 
@@ -30,7 +30,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
     max_leaves=24,
 )
-#: What each endpoint needs, so that more than the first check is met.
+#: Required fields of each endpoint, so that bodies pass the first check.
 needed = st.sampled_from(
     [
         {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}, {"prompt": [1, 2]},
@@ -46,7 +46,7 @@ bodies = st.builds(
 
 @pytest.fixture
 async def one_front(pods, gateway):
-    """For all examples of a test."""
+    """One gateway for all examples of a test."""
     return await gateway(await pods())
 
 

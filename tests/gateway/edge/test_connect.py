@@ -1,4 +1,4 @@
-"""The Connect protocol on the HTTP port: what the gRPC port answers, on another wire."""
+"""The Connect protocol on the HTTP port gives the answers of the gRPC port."""
 
 import asyncio
 import base64

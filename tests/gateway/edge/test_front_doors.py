@@ -1,4 +1,4 @@
-"""What a stranger, a slow client or a greedy tenant can do at the public ports, and what not."""
+"""Limits of strangers, slow clients and greedy tenants at the public ports."""
 
 import asyncio
 import contextlib
@@ -316,7 +316,7 @@ async def test_a_slow_answer_is_not_cut_off(pods, gateway):
 
 
 async def ask_once(front, path: str) -> bytes:
-    """All that comes until the server closes the connection."""
+    """Returns all bytes until the server closes the connection."""
     reader, writer = await open_connection(front)
     writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
     answer = await asyncio.wait_for(reader.read(), 10)
@@ -425,7 +425,7 @@ async def test_tls_handshakes_count_as_connections_and_end(pods, model_folder, t
 
 
 async def test_connections_close_at_their_age_limit(pods, gateway):
-    """So that clients spread over new gateways; running answers go on."""
+    """Clients can then move to new gateways; running answers continue."""
     pod = await pods(words=("a",) * 20, pause_s=0.05)
     front = await gateway(pod, max_connection_age_s=0.5)
     messages = [gateway_pb2.ChatMessage(role="user", content="hi")]
@@ -441,7 +441,7 @@ async def test_connections_close_at_their_age_limit(pods, gateway):
 
 
 async def test_a_gateway_without_decode_pods_is_ready_and_holds_requests(pods, gateway):
-    """It is what wakes a role from zero; a request waits for a while, then it is told when to come again."""
+    """Held requests start a role scaled to zero. After a while they are refused with a retry-after."""
     front = await gateway(decode=("127.0.0.1:1",), failover_wait_s=0.5, metrics_port=0)
     url = f"http://127.0.0.1:{front.process.metrics_port}/readyz"
     async with httpx.AsyncClient(trust_env=False) as http:
@@ -503,7 +503,7 @@ async def test_a_tenants_rate_of_tokens_is_limited(pods, gateway, tmp_path):
 
 
 async def test_requests_hold_the_tokens_that_they_may_use(pods, gateway, tmp_path):
-    """Otherwise all that begin at once may leave a debt of an hour."""
+    """Otherwise requests that begin at once could use the tokens of an hour."""
     keys = tmp_path / "keys.jsonl"
     line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "tokens_per_minute": 100}
     keys.write_text(json.dumps(line))
@@ -708,7 +708,7 @@ def test_any_of_many_bodies_is_parsed_or_refused_with_a_sentence(body: bytes):
 
 @pytest.fixture
 async def one_front(pods, gateway):
-    """For all examples of a test."""
+    """One gateway for all examples of a test."""
     return await gateway(await pods())
 
 

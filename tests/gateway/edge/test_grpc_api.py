@@ -176,7 +176,7 @@ async def test_too_many_bytes_are_refused_before_they_are_parsed(pods, gateway, 
     assert pod.requests == []
 
 
-async def test_an_unknown_model_is_not_found_and_the_served_one_named(pods, gateway):
+async def test_an_unknown_model_is_not_found_and_the_error_names_the_served_one(pods, gateway):
     front = await gateway(await pods())
     error = await _error(front.grpc.Chat(gateway_pb2.ChatRequest(model="gpt-4", messages=USER)))
     assert error.code() is grpc.StatusCode.NOT_FOUND
@@ -208,7 +208,7 @@ async def test_a_deadline_ends_the_call_on_the_pod_too(pods, gateway):
 
 @pytest.fixture
 async def full(pods, gateway):
-    """A gateway whose only place is taken, without a queue."""
+    """A gateway without a queue whose only place is taken."""
     pod = await pods(pause_s=30.0)
     front = await gateway(pod, max_in_flight=1, max_queue=0)
     running = front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER))
@@ -242,7 +242,7 @@ async def test_a_full_queue_is_refused_at_once_with_a_retry_after(full):
     assert int(trailing["retry-after-ms"]) > 0
     assert trailing["refusal-reason"] == "queue full"
     assert await full.metric('tandem_requests_total{outcome="refused"}') == 1
-    # Attainment is over all received: a refusal counts as received and not as met.
+    # Attainment covers all received requests: a refusal counts as a miss.
     assert await full.metric('tandem_slo_requests_received_total{slo_class="interactive"}') == 2
 
 

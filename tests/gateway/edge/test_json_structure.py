@@ -1,4 +1,4 @@
-"""Bodies that are costly to parse: refused before that, and cheap to refuse where they are wrong."""
+"""Bodies that are expensive to parse are refused before they are parsed, and invalid ones cheaply."""
 
 import json
 import random
@@ -111,7 +111,7 @@ COSTLY = {
 
 @pytest.mark.parametrize("name", COSTLY)
 async def test_no_body_within_the_limits_blocks_streams(name):
-    """Time of this thread, which a busy machine does not lengthen."""
+    """Measures CPU time of this thread, which a busy machine does not change."""
     parse, body = COSTLY[name]
     best_s = 1.0
     for _ in range(3):

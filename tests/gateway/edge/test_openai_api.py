@@ -1,4 +1,4 @@
-"""HTTP as OpenAI's own client uses it: answers, streams, usage with the receipt, errors, disconnects."""
+"""HTTP through OpenAI's client: answers, streams, usage with the receipt, errors, disconnects."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""No message to the gateway is a bug."""
+"""No message to the gateway causes an internal error."""
 
 import grpc
 import pytest

@@ -1,4 +1,4 @@
-"""What the gateway says about itself to people, programs, probes, and pages of other origins."""
+"""The gateway's pages for people, programs and probes, and its answers to other origins."""
 
 import re
 

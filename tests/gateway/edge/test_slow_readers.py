@@ -1,4 +1,4 @@
-"""A client that stops reading, or never begins, gives its place back."""
+"""A client that stops reading, or never begins, frees its place."""
 
 import asyncio
 import ssl
@@ -144,7 +144,7 @@ async def test_a_response_that_is_not_read_ends_its_connection(app, with_tls, tm
 
 
 async def test_a_grpc_client_that_reads_nothing_is_cut_off_after_its_deadline(pods, gateway):
-    # Slow enough that it still runs at the deadline, though all of it fits into buffers.
+    # Slow enough to run at the deadline, although all of it fits into buffers.
     pod = await pods(words=("x" * 500_000,) * 40, pause_s=0.05)
     front = await gateway(pod, request_timeout_s=1.5)
     messages = [gateway_pb2.ChatMessage(role="user", content="hi")]

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: vLLM's shapes, the tokens of the answering endpoints, and what they refuse."""
+"""/tokenize and /detokenize: vLLM's formats, the tokens of completions and chats, refusals."""
 
 import pytest
 from tandem_core.model.conversation import Message
@@ -12,7 +12,7 @@ async def front(pods, gateway):
     return await gateway(await pods())
 
 
-async def test_a_prompt_gets_the_tokens_that_a_completion_of_it_gets(front, model_folder):
+async def test_a_prompt_gets_the_tokens_of_its_completion(front, model_folder):
     answer = (await front.http.post("/tokenize", json={"prompt": "the order ✓"})).json()
     expected = Tokenizer(model_folder).encode("the order ✓")
     assert answer == {
@@ -20,7 +20,7 @@ async def test_a_prompt_gets_the_tokens_that_a_completion_of_it_gets(front, mode
     }  # fmt: skip
 
 
-async def test_messages_get_the_tokens_that_a_chat_of_them_gets(front, model_folder):
+async def test_messages_get_the_tokens_of_their_chat(front, model_folder):
     answer = (await front.http.post("/tokenize", json={"model": "tiny-chat", "messages": MESSAGES})).json()
     assert answer["tokens"] == Tokenizer(model_folder).encode_chat([Message("user", "the order ✓")])
 

@@ -1,4 +1,4 @@
-"""Pods without processes behind them, at a time that stands still."""
+"""Pods without processes, and a clock that stands still."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def placed_on(*pods: Pod, num_tokens: int = 1000, slo: SloTarget | None = None) 
 # -- reports ------------------------------------------------------------------------------------------
 
 
-def test_a_report_names_costs_limits_and_room() -> None:
+def test_a_report_sets_costs_limits_and_free_blocks() -> None:
     report = common_pb2.PodStatus(max_batch=8, chunk_size=256, enough_prompt_tokens=64, block_size=16)
     report.prefill_cost.CopyFrom(step_cost_to_proto(StepCost(per_token=0.003)))
     report.usage.blocks_free, report.usage.blocks_cached, report.usage.blocks_total = 3, 4, 10
@@ -148,7 +148,7 @@ async def test_a_prefill_pod_decodes_nothing(make_pod: MakePod, clock: Clock) ->
     assert pod.works.num_sequences() == 0
 
 
-def test_own_requests_and_ended_ones_are_not_taken_for_those_of_others(works: PodWorks) -> None:
+def test_own_and_ended_requests_do_not_count_as_other_gateways(works: PodWorks) -> None:
     works.entered("open")
     works.entered("ended")
     works.left("ended")
@@ -233,7 +233,7 @@ async def test_deadlines_follow_from_objectives_and_progress(make_pod: MakePod) 
     assert (placed.starts_by, placed.ends_by(later_s)) == (math.inf, math.inf)
 
 
-def test_a_track_includes_the_requests_that_came_meanwhile() -> None:
+def test_a_track_includes_requests_that_arrived_later() -> None:
     track = Track(1000.0, 1000.0, 5.0)
     assert track.model_s == 5.0
     track.change(1001.0, 4.0, 6.0)
@@ -242,7 +242,7 @@ def test_a_track_includes_the_requests_that_came_meanwhile() -> None:
     assert track.model_s == 7.0, "a request that changes nothing"
 
 
-async def test_a_resumed_answer_has_its_rest_left(make_pod: MakePod) -> None:
+async def test_a_resumed_answer_has_only_its_remaining_tokens_left(make_pod: MakePod) -> None:
     request = replace(request_of(range(1000), max_tokens=100), output_token_ids=(7,) * 90)
     effects = router_over(make_pod("a")).plan(request)
     assert effects is not None

@@ -1,4 +1,4 @@
-"""A gateway whose pods the API server of Kubernetes names."""
+"""A gateway with pods from the API server of Kubernetes."""
 
 from __future__ import annotations
 

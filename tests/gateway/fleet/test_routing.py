@@ -1,4 +1,4 @@
-"""Routing: prefix affinity against load, room, and prompts that share nothing across tenants."""
+"""Routing: prefix affinity against load, free blocks, and no sharing of prompts across tenants."""
 
 import time
 from dataclasses import replace
@@ -26,7 +26,7 @@ def give(pod: Pod, num_answers: int, num_tokens: int = 100) -> None:
 
 
 def place(router: Router, request: TokenizedRequest) -> tuple[Placed, Effects]:
-    """The request goes to the pods that the router chooses."""
+    """Sends the request to the pods that the router chooses."""
     effects, placed = router.plan(request), Placed(request)
     placed.move(effects.route)
     return placed, effects
@@ -44,7 +44,7 @@ async def test_a_conversation_returns_to_the_pod_that_holds_its_prefix(make_pod)
     assert router.choose(request_of(range(5))).decode is b
 
 
-async def test_a_much_busier_pod_loses_even_its_own_prefixes(make_pod):
+async def test_a_much_busier_pod_is_not_chosen_for_its_prefixes(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
     router = router_over(a, b)
     assert router.choose(request_of(PROMPT)).decode is a
@@ -85,7 +85,7 @@ async def test_timelines_decide_between_the_pods_of_a_simple_estimate(make_pod):
     assert route.end_s == pytest.approx(0.064 + 99 * 0.001, abs=0.01)
 
 
-async def test_a_request_counts_from_the_moment_it_has_its_pods(make_pod):
+async def test_a_request_counts_as_load_once_it_has_its_pods(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
     router = router_over(a, b)
     placed, effects = place(router, request_of(range(64)))
@@ -231,7 +231,7 @@ async def test_a_plan_changes_nothing(make_pod):
     assert plans[0].start == plans[1].start == 0, "only a request that is sent fills the cache"
 
 
-async def test_the_time_per_token_is_that_of_the_batch_with_the_request(make_pod):
+async def test_the_time_per_token_includes_the_request_in_the_batch(make_pod):
     pod = make_pod("d:1", tokens_per_step=(2.0,), max_batch=4)
     give(pod, 3, num_tokens=1000)
     router = router_over(pod)
@@ -260,7 +260,7 @@ async def test_sequences_that_end_before_the_answer_count_for_their_part_of_it(m
     assert route.token_s == pytest.approx(0.001 * (1 + 0.5 + 1), rel=0.02)
 
 
-async def test_prompts_that_the_decode_pod_computes_meanwhile_make_the_answer_later(make_pod):
+async def test_prompts_on_the_decode_pod_delay_the_answer(make_pod):
     pod, prefill = make_pod("d:1", local_prefill_tokens=100), make_pod("p:1", Role.PREFILL)
     router = router_over(pod, prefill)
     request, longer = request_of(range(64)), request_of(range(200))
@@ -290,7 +290,7 @@ async def test_an_answer_begins_on_its_decode_pod_when_the_prefill_pod_has_compu
     assert before.first_s == pytest.approx(2.56 - 0.512 / 2), "half of a step has passed"
     assert before.end_s == pytest.approx(before.first_s + 99 * 0.001)
     assert after.first_s - before.first_s == pytest.approx(0.512)
-    # A later deadline: only the time per token grows.
+    # With a later deadline only the time per token grows.
     before, after = router.plan(replace(urgent, due_s=100.0)).others[placed]
     assert after.first_s == pytest.approx(before.first_s)
 
@@ -309,7 +309,7 @@ async def test_a_prompt_that_is_computed_later_delays_the_end_of_its_answer(make
         assert after.end_s - after.first_s == pytest.approx(99 * 0.001, abs=1e-6 + 0.001 * num_tokens)
 
 
-async def test_a_short_request_delays_the_answers_of_its_decode_pod_alone(make_pod):
+async def test_a_short_request_delays_only_answers_on_its_decode_pod(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
     router = router_over(a, b)
     placed, _ = place(router, request_of(range(64)))
@@ -369,7 +369,7 @@ def test_lengths_of_answers_are_learned_by_tenant_and_beginning():
     assert set(lengths.of(request_of(range(64, 190), min_tokens=70))) == {70}
 
 
-def test_the_first_answers_that_end_are_short_and_tell_little():
+def test_missing_lengths_count_as_the_usual_length():
     lengths, asked = OutputLengths(), request_of(range(64, 200))
     lengths.observe(asked, 10)
     assert sorted(lengths.of(asked)) == [10, 100, 100, 100]
@@ -377,7 +377,7 @@ def test_the_first_answers_that_end_are_short_and_tell_little():
     assert sorted(lengths.of(longer)) == [10, 128, 128, 128], "not its max_tokens"
 
 
-def test_an_answer_that_was_cut_tells_little_of_longer_ones():
+def test_a_cut_answer_counts_as_at_least_the_usual_length():
     lengths = OutputLengths()
     for _ in range(8):
         lengths.observe(request_of(range(64, 200), max_tokens=16), 16, is_cut=True)
@@ -388,7 +388,7 @@ def test_an_answer_that_was_cut_tells_little_of_longer_ones():
     assert set(lengths.of(request_of(range(64, 200), max_tokens=1000))) == {300}, "at least that long"
 
 
-async def test_a_pod_is_idle_if_it_has_requests_of_no_gateway(pods, make_pod):
+async def test_a_pod_without_requests_of_any_gateway_is_idle(pods, make_pod):
     other = await pods()
     pod = make_pod(other.target)
     await pod.poll()
@@ -418,7 +418,7 @@ async def test_the_report_of_a_silent_engine_becomes_old(pods, make_pod):
     assert pod.is_fresh, "its longest step takes 40 s"
 
 
-async def test_what_is_left_of_an_answer_follows_from_those_that_were_longer(make_pod):
+async def test_remaining_tokens_follow_from_longer_answers(make_pod):
     lengths, asked = OutputLengths(), request_of(range(64, 200))
     router = Router(FixedFleet(make_pod("d:1")), lengths)
     for length in (10, 10, 10, 50, 54):

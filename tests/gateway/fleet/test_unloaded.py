@@ -40,7 +40,7 @@ def test_the_fastest_pods_decide_without_their_load() -> None:
         }
 
 
-def test_no_length_exceeds_the_model_s_context_or_is_claimed_when_none_is_kept() -> None:
+def test_lengths_fit_the_context_and_are_absent_without_answers() -> None:
     classes = {"a": SloTarget("a", ttft_s=100.0, e2e_s=1000.0), "b": SloTarget("b", ttft_s=1e-4, e2e_s=0.1)}
     kept = kept_unloaded(fleet([FAST], [FAST]), classes, 1024)
     assert kept == {

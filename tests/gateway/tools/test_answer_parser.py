@@ -1,4 +1,4 @@
-"""Answers of models, taken apart: content, reasoning and calls, whatever pieces the text comes in."""
+"""Answers of models are split into content, reasoning and calls, for any pieces of the text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def form(tool_format: str = "hermes", **fields: object) -> answers_pb2.AnswerFor
 
 
 def read(text: str, shape: answers_pb2.AnswerForm, cuts: list[int] | None = None) -> Seen:
-    """The whole answer; cut at these places."""
+    """Parses the whole answer, cut at these positions."""
     parser, seen = AnswerParser(shape, "seed"), Seen()
     places = [0, *sorted(cuts or []), len(text)]
     for begin, end in itertools.pairwise(places):
@@ -124,7 +124,7 @@ def test_an_answer_has_its_content_and_calls(title: str) -> None:
 
 @pytest.mark.parametrize("title", ANSWERS)
 def test_output_depends_only_on_the_text_so_far(title: str) -> None:
-    """So each split gives the same, and a reader who comes back has the same behind him."""
+    """So each split of the text gives equal output, also after a stream is resumed."""
     tool_format, text, *_ = ANSWERS[title]
     shape = form(tool_format, reasoning=True)
     by_char, so_far = AnswerParser(shape, "seed"), Seen()

@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def fronted(folder, pods, gateway):
-    """A gateway before a pod that answers with these words."""
+    """A gateway with a pod that answers these words."""
 
     async def start(words: tuple[str, ...], model=folder, **settings: object):
         pod = await pods(words=words)
@@ -119,7 +119,7 @@ def _calls_of(text: str) -> list[dict]:
 
 
 async def test_a_stream_that_is_resumed_inside_a_call_loses_nothing(fronted):
-    """After each event, from another position, the client has the same call with the same id."""
+    """Resumed after any event, the client gets the call unchanged, with its id."""
     front = await fronted(CALL)
     body = {"messages": USER, "tools": [TOOL], "stream": True}
     response = await front.http.post(CHAT, json=body)
@@ -252,7 +252,7 @@ class TestLangChain:
 
 
 async def test_litellm_gets_a_call(fronted, monkeypatch):
-    """Not among the development packages: it wants an older python-dateutil than the Kubernetes client."""
+    """Not a development package: litellm requires an older python-dateutil than the Kubernetes client."""
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the internet
     litellm = pytest.importorskip("litellm")
     front = await fronted(CALL)

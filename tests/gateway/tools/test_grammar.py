@@ -69,7 +69,7 @@ def model(request, tmp_path_factory) -> tuple[Tokenizer, GuideCompiler]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {' '.join(case[1])}")
-def test_the_grammar_allows_calls_of_the_format_alone(case, model, subtests):
+def test_the_grammar_allows_only_calls_of_the_format(case, model, subtests):
     tool_format, options, allowed, forbidden = case
     tokenizer, compiler = model
     defaults = {"is_required": False, "is_single": False, "content": None, "thinking": None}

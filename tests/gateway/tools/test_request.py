@@ -1,4 +1,4 @@
-"""Requests with tools: what is refused and how, and which prompt the pod gets, by both APIs."""
+"""Requests with tools through both APIs: refusals, and the prompt that the pod gets."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ CALLED = [
 
 @pytest.fixture(scope="module", params=["qwen2.5", "smollm2"])
 def template(request) -> str:
-    """One that knows tools, and one that does not."""
+    """A template with tools, and one without."""
     return request.param
 
 
@@ -204,7 +204,7 @@ async def test_wrong_tools_are_refused_by_name(pods, gateway, model_folder, subt
 
 
 async def test_tools_count_toward_the_prompts_limit(pods, gateway):
-    """Refused before they are rendered, and after, where the template makes a long text of a short one."""
+    """Refused before rendering, and after it if the template lengthens the text."""
     front = await gateway(await pods())
     long = tool(description="x" * 20_000)
     response = await front.http.post(CHAT, json={"messages": USER, **long})

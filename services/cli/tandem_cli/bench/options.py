@@ -125,7 +125,7 @@ class BenchOptions:
         if self.trace is None and self.rate_scale is not None:
             raise BenchError("--rate-scale changes the speed of a --trace; give one, or use --rate")
         if self.rate is not None and self.rate_scale is not None:
-            raise BenchError("--rate and --rate-scale both say how fast the --trace is replayed; give one")
+            raise BenchError("--rate and --rate-scale both set the speed of the --trace; give one")
         if self.trace is not None and self.concurrency is not None:
             raise BenchError("--trace has arrival times; give --rate or --rate-scale, not --concurrency")
         if not self.burstiness > 0:

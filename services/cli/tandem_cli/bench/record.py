@@ -59,7 +59,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One sending of a request."""
+    """One attempt of a request."""
 
     sent_s: float
     ended_s: float

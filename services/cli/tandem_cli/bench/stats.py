@@ -2,7 +2,7 @@
 
 Attainment is the share of all requests sent that met their SLO; failed, refused and timed-out requests count
 as missed. Goodput is the output of requests within their SLO, per second of the run. Times count from the
-first sending of a request.
+first attempt of a request.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class Fairness:
-    """Jain's index over tenants: 1 when all have the same, 1/n when one has all.
+    """Jain's index over tenants: 1 if all are equal, 1/n if one of n has everything.
 
     The first index is over goodput in tokens; the second over requests within their SLO, divided by the
     tenant's fair share of them. The fair share is max-min: the total is divided equally, and a share that a

@@ -95,7 +95,7 @@ async def _try_pair(system: System, prefill: Pod, decode: Pod) -> list[Finding]:
     status = decode.status
     length = max(status.local_prefill_tokens, status.idle_prefill_tokens) + status.block_size + 1
     if length + _ANSWER_TOKENS > min(status.max_model_len, prefill.status.max_model_len):
-        what = f"It was not tried: prompts below {length} tokens are computed by decode pods, and longer ones"
+        what = f"Not tested: decode pods compute prompts below {length} tokens, and longer ones"
         remedy = "Lower --local-prefill-tokens and --idle-prefill-tokens, or serve without prefill pods."
         return [Finding(where, f"{what} exceed --max-model-len.", remedy, Severity.WARNING)]
     prompt = random.Random(secrets.token_bytes(8)).choices(_TOKENS, k=length)

@@ -267,9 +267,9 @@ def _conclusion(best: Result, shares: list[tuple[str, float]]) -> str:
     plan = best.plan
     kind = "with prefill pods" if plan.num_prefill else "without prefill pods"
     (first, share), *others = shares
-    rest = ", ".join(f"{name} to {value:.0%}" for name, value in others)
+    rest = ", ".join(f"{name}: {value:.0%}" for name, value in others)
     return (
         f"Best: {_pods(plan)} ({kind}), room for {plan.costs.kv_tokens} tokens of KV in each pod, "
         f"--max-batch {plan.max_batch}, --chunk-size {plan.chunk_size}.\n"
-        f"Limiting resource: {first}; the objective is kept down to {share:.0%} of it ({rest})."
+        f"Limiting resource: {first}; {share:.0%} of it still keeps the objective ({rest})."
     )

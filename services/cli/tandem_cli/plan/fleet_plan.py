@@ -9,7 +9,7 @@ from tandem_core.step_cost import UNKNOWN_COST, StepCost
 
 from tandem_cli.plan.costs import PodCosts
 
-#: What FleetPlan.scaled changes.
+#: Quantities that FleetPlan.scaled changes.
 LIMITS = ("compute", "memory bandwidth", "KV memory", "link")
 
 

@@ -59,7 +59,7 @@ def cheapest(
         return None
     prefill = _least(lambda n: meets(n, enough), enough) or enough
     decode = _least(lambda n: meets(prefill, n), enough) or enough
-    # A pair of one role for a pod of the other is one pod less.
+    # Two pods of one role replaced by one of the other are one pod less.
     for other in ((prefill + 1, decode - 2), (prefill - 2, decode + 1)):
         if min(other) >= 1 and meets(*other):
             prefill, decode = other

@@ -103,7 +103,7 @@ class Traffic:
     #: The tightest objectives among classes with traffic; 0: none.
     ttft_s: float = 0.0
     tpot_s: float = 0.0
-    #: How many recent requests kept them.
+    #: Recent requests that kept them.
     ttft_kept: Kept = Kept()
     tpot_kept: Kept = Kept()
 

@@ -1,7 +1,7 @@
 """Certificates of the pods: a CA, made once, and one certificate per role, made anew each time.
 
-FOLDER/ca.pem, ca.key          the CA; its key signs here and goes to no pod
-FOLDER/decode.pem, decode.key  and so on for each role; see tandem_service.tls for what they state
+FOLDER/ca.pem, ca.key          the CA; no pod gets its key
+FOLDER/decode.pem, decode.key  and so on for each role; tandem_service.tls describes their contents
 """
 
 from __future__ import annotations

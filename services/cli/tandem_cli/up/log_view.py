@@ -5,7 +5,7 @@ unchanged, because they contain role and pod; events of the supervisor are JSON 
 
     line, event ──> queue ──> thread ──> descriptor
 
-A thread writes, so a reader that is slow or gone, or a full disk, costs lines and nothing else.
+A thread writes, so a slow or closed reader, or a full disk, only loses lines.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _COLOURS = {
     "up": "\x1b[1m",
 }
 _NAME_WIDTH = 10
-#: Lines that wait to be written at most; the supervisor bounds the length of each.
+#: Most lines that wait to be written; the supervisor bounds the length of each.
 _MOST_WAITING = 1024
 
 
 class LogView:
-    """Writes to the descriptor of one stream; colours only on a terminal and without NO_COLOR. The line after
-    lost ones says how many they were."""
+    """Writes to the descriptor of one stream; colours only on a terminal and without NO_COLOR. Reports the
+    number of lost lines with the next one."""
 
     def __init__(self, stream: TextIO, log_format: LogFormat) -> None:
         self._descriptor = stream.fileno()
@@ -44,20 +44,20 @@ class LogView:
         self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
         self._num_lost = 0
         self._lock = threading.Lock()
-        #: Not the stream's own buffer: the interpreter could not end while a write to that is blocked.
+        #: Not the stream's buffer: the interpreter could not exit while a write to that is blocked.
         self._writer = threading.Thread(target=self._write_all, name="log view", daemon=True)
         self._writer.start()
         self._coloured = stream.isatty() and "NO_COLOR" not in os.environ
 
     def line(self, role: str, name: str, text: str) -> None:
-        """A line that a process printed."""
+        """Shows a line that a process printed."""
         if self._format == "json":
             self._write(text)
         else:
             self._write(f"{self._prefix(role, name)}{text}")
 
     def event(self, name: str, message: str) -> None:
-        """An event of the process `name`, reported by the supervisor."""
+        """Shows an event of the process `name`."""
         self._write(self._event(name, message))
 
     def _event(self, name: str, message: str) -> str:

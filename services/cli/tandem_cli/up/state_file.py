@@ -52,7 +52,7 @@ class StateFile:
         """Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        # It can hold the password of a Redis.
+        # It may contain a Redis password.
         temporary.touch(0o600)
         temporary.write_text(json.dumps(asdict(record), indent=2) + "\n")
         temporary.replace(self.path)

@@ -4,7 +4,7 @@
     wait_ready()  returns when all processes have served once
     silence       a process that does not answer its probe for `hung_after_s` is killed
     a death       is logged, and the process is restarted after a backoff (0.2 s doubling to 5 s; 0.2 s again
-                  after a life of 30 s). A process that cannot be started, watched or read for want of
+                  after a life of 30 s). A process that cannot be started, watched or read for lack of
                   memory or descriptors counts as dead. If it keeps dying before it was ready, or refuses
                   its settings (exit code 2), `failed` resolves
     stop()        SIGTERM stage by stage; SIGKILL for processes that do not end within `grace_s`
@@ -76,7 +76,7 @@ class RestartPolicy:
 
 
 class Health(enum.Enum):
-    """What a probe found."""
+    """The result of a probe."""
 
     SERVING = "serving"
     #: The process starts or drains.
@@ -164,7 +164,7 @@ class Supervisor:
             keeper.add_done_callback(functools.partial(self._keeper_ended, child))
 
     def _keeper_ended(self, child: Child, keeper: asyncio.Task[None]) -> None:
-        """A process that nothing watches any more ends the fleet."""
+        """Ends the fleet if the task that watches a process failed."""
         if not keeper.cancelled() and keeper.exception() is not None and not self.failed.done():
             error = StartupError(f"the supervisor of {child.spec.name} failed: {keeper.exception()!r}")
             self.failed.set_exception(error)

@@ -106,8 +106,8 @@ class _Planner:
         return f"unix://{redis_server.socket_path(self._options.redis_dir)}"
 
     def _redis_flags(self) -> list[str]:
-        """A server of others is named by REDIS_URL, which the processes inherit: everyone can read flags, and
-        the URL may have a password."""
+        """Flags for the fleet's own server. Processes inherit the REDIS_URL of another server: flags are
+        public, and the URL may have a password."""
         return ["--redis-url", self._redis_url()]
 
     def _gateway(
@@ -130,7 +130,7 @@ class _Planner:
             flags += ["--api-keys-file", str(options.api_keys_file)]
         if options.no_api_keys:
             flags += ["--no-api-keys"]
-        # Callers can saturate the public ports; the supervisor must not take that for a hang.
+        # Callers can saturate the public ports; the supervisor must not treat that as a hang.
         ports["metrics"] = options.base_port + 400 + index + _METRICS_OFFSET
         flags += ["--metrics-port", str(ports["metrics"]), "--nice", str(_GATEWAY_NICE)]
         spec = self._process("gateway", f"gateway-{index}", ports, flags)
