@@ -16,7 +16,14 @@ from tandem_proto.v1 import common_pb2
 from tandem_core.beams import BeamParams, EarlyStopping
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide, GuideKind
-from tandem_core.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
+from tandem_core.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_LOGIT_BIAS,
+    FinishReason,
+    PromptLogprobs,
+    SamplingParams,
+    TokenLogprobs,
+)
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import StepCost
 
@@ -31,8 +38,14 @@ class TokenBytes(Protocol):
 
 
 def given_sampling(message: common_pb2.SamplingParams) -> dict[str, Any]:
-    """The fields that the message sets, by name: arguments of SamplingParams."""
-    return {descriptor.name: _from_wire(value) for descriptor, value in message.ListFields()}
+    """The fields that the message sets, by name: arguments of SamplingParams. Raises InvalidRequestError for a
+    field with more entries than any field may have, since converting them takes long."""
+    fields = message.ListFields()
+    for descriptor, value in fields:
+        limit = MAX_ALLOWED_TOKEN_IDS if descriptor.message_type is None else MAX_LOGIT_BIAS
+        if isinstance(value, Sequence | Mapping) and not isinstance(value, str) and len(value) > limit:
+            raise InvalidRequestError(descriptor.name, f"has {len(value)} entries; send at most {limit}")
+    return {descriptor.name: _from_wire(value) for descriptor, value in fields}
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import openai
 import pytest
 import toy_tokenizers
 from fake_pods import MODEL, REVISION, FakePod
+from loop_turns import watched_callbacks
 from model_folders import make_folder
 from prometheus_client.parser import text_string_to_metric_families
 from tandem_gateway.main import GatewayProcess
@@ -30,6 +31,15 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_long_turns(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test in which the gateway keeps its event loop for longer than streams may wait, unless it is
+    marked `long_turns(reason)`."""
+    with watched_callbacks() as slow:
+        yield
+    assert not slow or request.node.get_closest_marker("long_turns"), "took too long on the event loop"
 
 
 @pytest.fixture(scope="session")

@@ -277,6 +277,7 @@ async def test_a_pod_is_used_through_a_step_of_seconds_but_not_of_minutes(pods, 
     assert hung.requests == []
 
 
+@pytest.mark.long_turns("the log renders a traceback")
 async def test_a_pod_whose_reports_fail_is_not_used_until_they_succeed_again(pods, gateway):
     broken, other = await pods("broken", free_blocks=100), await pods("other", free_blocks=10)
     front = await gateway(broken, other, decode=(broken.target, other.target), poll_interval_s=0.1)

@@ -187,6 +187,7 @@ async def test_an_error_after_the_first_message_ends_the_stream(pods, gateway):
     assert _end(response)["error"]["code"] == "invalid_argument"
 
 
+@pytest.mark.long_turns("the log renders a traceback")
 async def test_an_unexpected_error_shows_only_the_request_id(pods, gateway, monkeypatch, caplog):
     front = await gateway(await pods())
 

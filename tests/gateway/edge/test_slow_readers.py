@@ -17,7 +17,7 @@ from waiting import until
 
 SCOPE = {"type": "http", "method": "GET", "path": "/", "headers": []}
 #: More than the kernel's buffers of a connection take.
-LARGE = 32 << 20
+LARGE = 12 << 20
 
 
 class Source:

@@ -35,6 +35,7 @@ def entry(pod: FakePod) -> str:
     return f"k8s://{pod.name}:{pod.target.rpartition(':')[2]}"
 
 
+@pytest.mark.long_turns("a client of Kubernetes reads this machine's certificate authorities")
 async def test_a_terminating_pod_gets_no_new_requests_within_half_a_second(pods, gateway, api):
     a, b = await pods("a"), await pods("b")
     for pod in (a, b):
