@@ -42,7 +42,7 @@ class MetricsServer:
     """An HTTP server without TLS for scrapers and probes, on its own thread.
 
     /metrics   the registry; a busy event loop does not block scrapes
-    /readyz    200 while `is_ready` is true, else 503: whether to send calls here
+    /readyz    200 while `is_ready` is true and the event loop turns, else 503: whether to send calls here
     /healthz   200 while `is_serving` is true, else 503: whether calls are answered, as in grpc.health.v1
     /livez     200 if the event loop of the constructor answers within a second, else 503
 
@@ -61,7 +61,11 @@ class MetricsServer:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        self._checks = {"/readyz": is_ready, "/healthz": is_serving, "/livez": self._loop_turns}
+        self._checks = {
+            "/readyz": lambda: is_ready() and self._loop_turns(),
+            "/healthz": is_serving,
+            "/livez": self._loop_turns,
+        }
         self._metrics: WSGIApplication = self._server.get_app()  # type: ignore[assignment]
         self._server.set_app(self._answer)
         #: The bound port, also when the requested one was 0.

@@ -4,6 +4,8 @@ it."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 
 import grpc
 import pytest
@@ -130,3 +132,17 @@ async def test_a_resumed_search_sends_only_missing_choices(pods, gateway):
         response = await front.http.post(COMPLETIONS, json=body, headers={"Last-Event-ID": last})
         rest = [event for event in response.text.split("\n\n") if event.startswith("id: ")]
         assert rest == events[num_seen:]
+
+
+async def test_all_texts_of_a_search_count_in_the_tenants_tokens_per_minute(pods, gateway, tmp_path):
+    keys = tmp_path / "keys.jsonl"
+    line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "tokens_per_minute": 60}
+    keys.write_text(json.dumps(line))
+    front = await gateway(await pods(), api_keys_file=keys)
+    headers = {"authorization": "Bearer k"}
+    body = {**BEAMS, "beam_width": 16, "n": 2}
+    statuses = [
+        (await front.http.post(COMPLETIONS, json=body, headers=headers)).status_code for _ in range(4)
+    ]
+    # A search shows two texts of 3 tokens together: 16 texts of their mean length have 24, the prompt has 1.
+    assert statuses == [200, 200, 200, 429]

@@ -123,10 +123,15 @@ async def relay_choices(
 def num_places(requests: Sequence[TokenizedRequest], max_in_flight: int) -> int:
     """Number of sequences that the pods compute at once for these choices: at most four or a quarter of all
     places, because other calls wait until this one has them. A beam search needs its width."""
-    width, num_requests = _width(requests[0]), len(requests)
-    if width > 1:
-        num_requests = len({request.choice - request.rank for request in requests})
-    return width * min(num_requests, max(max(max_in_flight // 4, 4) // width, 1))
+    width, most = _width(requests[0]), max(max_in_flight // 4, 4)
+    return width * min(num_sequences(requests) // width, max(most // width, 1))
+
+
+def num_sequences(requests: Sequence[TokenizedRequest]) -> int:
+    """Number of sequences that the pods compute for these choices; a beam search has more than it shows."""
+    if requests[0].sampling.beam_search is None:
+        return len(requests)
+    return _width(requests[0]) * len({request.choice - request.rank for request in requests})
 
 
 def _width(request: TokenizedRequest) -> int:

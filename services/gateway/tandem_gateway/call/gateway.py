@@ -39,7 +39,7 @@ from tandem_gateway.admission.miss_cause import miss_cause
 from tandem_gateway.admission.quotas import TokenRates
 from tandem_gateway.auth import Caller
 from tandem_gateway.call import trace_attributes
-from tandem_gateway.call.choices import Running, num_places, relay_choices
+from tandem_gateway.call.choices import Running, num_places, num_sequences, relay_choices
 from tandem_gateway.call.relay import Relay
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.errors import (
@@ -379,12 +379,14 @@ class Gateway:
         num_prompt = sum(len(prompt) for prompt in {request.prompt_token_ids for request in requests})
         if trace.is_recording:
             trace.set(trace_attributes.of_choices(len(requests), num_prompt))
+        #: Computed tokens for each one of an answer: a beam search computes more texts than it returns.
+        computed = num_sequences(requests) / len(requests)
         #: Tokens that the tenant's quota holds for the call, and those of them that are prompt.
         num_held = num_computed = 0
         #: Fields of a refusal; a reference to the error itself would form a cycle with this frame.
         refusal: dict[str, str] = {}
         try:
-            num_wanted = num_prompt + sum(request.sampling.max_tokens for request in requests)
+            num_wanted = num_prompt + round(computed * sum(one.sampling.max_tokens for one in requests))
             self._rates.take(first.tenant, first.limits.tokens_per_minute, num_wanted)
             num_held = num_wanted
             # If the longest prompt, computed last, meets the objectives, all others do.
@@ -448,7 +450,7 @@ class Gateway:
             raise
         finally:
             self._running_ids.discard(first.request_id)
-            num_computed += sum(choice.num_tokens for choice in running)
+            num_computed += round(computed * sum(choice.num_tokens for choice in running))
             self._rates.charge(first.tenant, first.limits.tokens_per_minute, num_computed - num_held)
             for choice in running:
                 of_choice = Outcome.OK if choice.end is not None else outcome
