@@ -38,8 +38,8 @@ class TokenBytes(Protocol):
 
 
 def given_sampling(message: common_pb2.SamplingParams) -> dict[str, Any]:
-    """The fields that the message sets, by name: arguments of SamplingParams. Raises InvalidRequestError for a
-    field with more entries than any field may have, since converting them takes long."""
+    """The fields that the message sets, by name: arguments of SamplingParams. Raises InvalidRequestError for
+    a field with more entries than any field may have, since converting them takes long."""
     fields = message.ListFields()
     for descriptor, value in fields:
         limit = MAX_ALLOWED_TOKEN_IDS if descriptor.message_type is None else MAX_LOGIT_BIAS

@@ -91,6 +91,27 @@ def test_no_request_fails_and_no_text_changes(
     fleet.assert_idle()
 
 
+@pytest.mark.parametrize("what", ["gateway", "prefill", "decode", "lookahead", "redis"])
+def test_a_pause_of_a_process_moves_no_other_stream_and_fails_none(
+    fleet: RunningFleet, corpus, what: str
+) -> None:
+    prompts = [corpus.prompt(7000 + 10 * len(what) + i, 600) for i in range(2)]
+    decoding = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(complete, fleet, prompt, decoding.set) for prompt in prompts]
+        assert decoding.wait(60)
+        pid = fleet.pid(what)
+        os.kill(pid, signal.SIGSTOP)
+        pause(1.5)
+        os.kill(pid, signal.SIGCONT)
+        answers = [future.result() for future in running]
+    assert [len(tokens) for tokens, _ in answers] == [NUM_TOKENS] * 2
+    if what != "decode":  # which is silent itself for longer than a second
+        assert [receipt.decode_retries for _, receipt in answers] == [0, 0]
+    assert fleet.pid(what) == pid, "the supervisor waits for longer"
+    fleet.assert_idle(within_s=20.0)
+
+
 def test_a_prefill_pod_that_is_back_is_used_again(fleet: RunningFleet, corpus) -> None:
     _, receipt = complete(fleet, "Never seen before. " + corpus.prompt(99, 3000))
     assert receipt.prefill_pod == "prefill-0"

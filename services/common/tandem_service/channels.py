@@ -11,11 +11,15 @@ from tandem_service.tls import PodTls, Role
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
-#: Between pods: detects a dead host (which sends no RST) in about two seconds: a ping each second, one second
-#: to answer.
+#: Of channels to pods: detects a dead host (which sends no RST) in about two seconds: a ping each second, one
+#: second to answer.
 _POD_KEEPALIVE_MS = 1000
+#: Of pods to their callers, which may stand still for a moment. Only computation for a dead caller is lost.
+_CALLER_KEEPALIVE_MS = 5_000
 #: On public ports, whose callers may be silent for seconds: they roam, or packets are lost.
 _PUBLIC_KEEPALIVE_MS = 20_000
+#: Bytes that a peer may send ahead on a stream.
+_WINDOW_BYTES = 1 << 20
 #: A public connection without a call is closed after this time.
 MAX_IDLE_MS = 15_000
 
@@ -26,6 +30,10 @@ def _keepalive(interval_ms: int) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_timeout_ms", interval_ms),
         # Without it gRPC 1.80 waits up to a minute for the answer to a ping, despite the line above.
         ("grpc.http2.ping_timeout_ms", interval_ms),
+        # gRPC pings with most data to measure the bandwidth. One of these pings would be under way whenever this
+        # process is paused, and its time over when it continues.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     )
@@ -54,10 +62,10 @@ def server_options(
     """Options of a server. A request over the limit fails with RESOURCE_EXHAUSTED before it is parsed or
     reaches an interceptor. `max_connections` None: no limit. A connection of the maximum age (within 10 %; 0:
     none) takes no further calls, and its client opens another one; its running calls continue."""
-    keepalive_ms = _POD_KEEPALIVE_MS
+    keepalive_ms, least_ms = _CALLER_KEEPALIVE_MS, _POD_KEEPALIVE_MS // 2
     public: tuple[tuple[str, int], ...] = (("grpc.http2.max_ping_strikes", 0),)
     if max_connections is not None:
-        keepalive_ms = _PUBLIC_KEEPALIVE_MS
+        keepalive_ms, least_ms = _PUBLIC_KEEPALIVE_MS, _PUBLIC_KEEPALIVE_MS // 2
         public = (
             ("grpc.max_allowed_incoming_connections", max_connections),
             # Of connections without a call; clients connect again when they have one.
@@ -74,7 +82,7 @@ def server_options(
         ("grpc.so_reuseport", 0),
         # Accept the pings of channels with these options; by default the server answers them with GOAWAY
         # "too_many_pings".
-        ("grpc.http2.min_ping_interval_without_data_ms", keepalive_ms // 2),
+        ("grpc.http2.min_ping_interval_without_data_ms", least_ms),
     )
 
 
