@@ -35,13 +35,13 @@ class InvalidRequestError(TandemError):
     """
 
     def __init__(self, field: str, message: str) -> None:
-        self._message = _cut(message, _MAX_MESSAGE_CHARS)
+        self.message = _cut(message, _MAX_MESSAGE_CHARS)
         self.rename(field)
 
     def rename(self, field: str) -> None:
         """Names the field as the caller knows it."""
         self.field = _cut(field, MAX_FIELD_CHARS)
-        self.args = (f"{self.field}: {self._message}",)
+        self.args = (f"{self.field}: {self.message}",)
 
 
 class ModelLoadError(TandemError):

@@ -272,6 +272,7 @@ def test_a_grammar_of_tools_is_written_in_linear_time() -> None:
             tool_guide(
                 one,
                 tools,
+                [{"type": "object"}] * size,
                 lambda marker: None,
                 is_required=True,
                 is_single=False,
