@@ -17,7 +17,7 @@ from typing import Any
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.regex_size import UNWRITTEN, check_class_syntax, check_control_characters, check_size
 from tandem_core.schema_parts import SchemaPart
-from tandem_core.schema_recursion import endless_part
+from tandem_core.schema_recursion import conditions_of, endless_part
 
 #: Limit of one schema, because all pairs are compared.
 MAX_PATTERN_PROPERTIES = 32
@@ -104,7 +104,7 @@ def check_enforceable(schema: object) -> None:
         raise _refused(
             root, "$schema", f"has {quoted(dialect)}; use a draft of json-schema.org, or remove it"
         )
-    if targets and (endless := endless_part(parts, targets)) is not None:
+    if targets and (endless := endless_part(conditions_of(parts, targets)[root])) is not None:
         raise InvalidRequestError(
             "json_schema",
             f"cannot be met by any text: {endless.where or 'the schema'} requires itself without an end; "
@@ -117,11 +117,17 @@ def _root(schema: object) -> SchemaPart:
 
 
 def rewrite(schema: object) -> None:
-    """Rewrites keywords in place that llguidance does not support, and narrows formats that it accepts more
-    broadly than parsers do."""
+    """Rewrites a checked schema in place: keywords that llguidance does not support, formats that it accepts
+    more broadly than parsers do, and parts that no text can meet."""
     if isinstance(schema, dict) and (known := _DIALECT.fullmatch(str(schema.get("$schema")))):
         schema["$schema"] = ("http" if known[2] else "https") + known[1]
-    for part in [found.schema for found in _root(schema).with_descendants()]:
+    root = _root(schema)
+    parts = root.with_descendants()
+    if targets := _targets(root, parts):
+        for unmet in conditions_of(parts, targets).values():
+            if unmet.num_missing > 0:
+                unmet.part.forbid()
+    for part in [found.schema for found in parts]:
         if isinstance(part, bool):
             continue
         part.pop("uniqueItems", None)  # off

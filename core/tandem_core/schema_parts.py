@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,15 +23,15 @@ class SchemaPart:
     """A schema in a schema. Pointers are built on demand: long names would fill memory if each part had its
     own copy of them."""
 
-    __slots__ = ("_children", "_parent", "_step", "schema")
+    __slots__ = ("_children", "_parent", "_place", "_step", "schema")
 
-    def __init__(
-        self, schema: dict[str, Any] | bool, parent: SchemaPart | None = None, step: str = ""
-    ) -> None:
+    def __init__(self, schema: dict[str, Any] | bool) -> None:
         self.schema = schema
-        self._parent = parent
+        self._parent: SchemaPart | None = None
         #: As in the pointer: "items", "anyOf/0", "properties/name".
-        self._step = step
+        self._step = ""
+        #: The object or list that has the schema, and its key there.
+        self._place: tuple[Any, str | int] | None = None
         self._children: dict[str, SchemaPart] = {}
 
     @property
@@ -71,6 +71,12 @@ class SchemaPart:
                 return None
         return part if keyword is None and not first else None
 
+    def forbid(self) -> None:
+        """Puts false in the place of the schema, unless it is the whole."""
+        if self._place is not None:
+            holder, key = self._place
+            holder[key] = False
+
     def with_descendants(self) -> list[SchemaPart]:
         """This part and all below it, each before its own. Raises InvalidRequestError for too deep ones."""
         parts: list[SchemaPart] = []
@@ -83,22 +89,25 @@ class SchemaPart:
                 "json_schema", f"is nested more than {MAX_DEPTH} schemas deep; use $ref"
             )
         parts.append(self)
-        for step, schema in _steps(self.keywords):
+        for step, holder, key in _steps(self.keywords):
+            schema = holder[key]
             if isinstance(schema, dict | bool):
-                child = self._children[step] = SchemaPart(schema, self, step)
+                child = self._children[step] = SchemaPart(schema)
+                child._parent, child._step, child._place = self, step, (holder, key)
                 child._collect(parts, depth + 1)
 
 
-def _steps(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """What may be a schema directly below this one."""
-    steps = [(keyword, schema.get(keyword)) for keyword in _SCHEMA]
+def _steps(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, str | int]]:
+    """Steps to what may be a schema directly below this one, the object or list that has it, and its key."""
+    for keyword in _SCHEMA:
+        if keyword in schema:
+            yield keyword, schema, keyword
     for keyword in _SCHEMAS:
         if isinstance(parts := schema.get(keyword), list):
-            steps += [(f"{keyword}/{index}", part) for index, part in enumerate(parts)]
+            yield from ((f"{keyword}/{index}", parts, index) for index in range(len(parts)))
     for keyword in _NAMED_SCHEMAS:
         if isinstance(named := schema.get(keyword), dict):
-            steps += [(f"{keyword}/{_escaped(name)}", part) for name, part in named.items()]
-    return steps
+            yield from ((f"{keyword}/{_escaped(name)}", named, name) for name in named)
 
 
 def _escaped(name: str) -> str:

@@ -3,7 +3,8 @@
     {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"n": {"$ref": "#/$defs/a"}},
                                           "required": ["n"]}}}
 
-llguidance compiles them, and notices only when it writes the text. A schema can be met if that follows from
+llguidance compiles them, and notices only when it writes the text. A part that requires itself, such as an
+alternative, leads the text where it cannot end. A schema can be met if that follows from
 schemas which can be met without it: the least fixed point, in time linear in the schema's size, as for Horn
 clauses (Dowling and Gallier, 1984). Errs towards "can be met": names matched by patternProperties and what
 follows only from several parts of an allOf together are not examined.
@@ -16,36 +17,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from tandem_core.schema_parts import SchemaPart
 
 
-class _Condition:
-    """Holds when `num_missing` of its needs hold."""
+class Condition:
+    """That a part can be met: when `num_missing` more of its needs are met."""
 
     __slots__ = ("dependents", "needs", "num_missing", "part")
 
     def __init__(self, part: SchemaPart, num_missing: int = 0) -> None:
         self.part = part
         self.num_missing = num_missing
-        self.needs: list[_Condition] = []
-        self.dependents: list[_Condition] = []
+        self.needs: list[Condition] = []
+        self.dependents: list[Condition] = []
 
-    def require(self, need: _Condition) -> None:
+    def require(self, need: Condition) -> None:
         self.num_missing += 1
         self._may_need(need)
 
-    def require_one(self, needs: Sequence[_Condition]) -> None:
-        choice = _Condition(self.part, num_missing=1)
+    def require_one(self, needs: Sequence[Condition]) -> None:
+        choice = Condition(self.part, num_missing=1)
         for need in needs:
             choice._may_need(need)
         self.require(choice)
 
-    def _may_need(self, need: _Condition) -> None:
+    def _may_need(self, need: Condition) -> None:
         self.needs.append(need)
         need.dependents.append(self)
 
 
-def endless_part(parts: Sequence[SchemaPart], targets: Mapping[SchemaPart, SchemaPart]) -> SchemaPart | None:
-    """A part that requires itself, if therefore no value is an instance of the first part. `targets`: the
-    parts behind each part's $ref."""
-    conditions = {part: _Condition(part, num_missing=int(part.schema is False)) for part in parts}
+def conditions_of(
+    parts: Sequence[SchemaPart], targets: Mapping[SchemaPart, SchemaPart]
+) -> dict[SchemaPart, Condition]:
+    """Which parts can be met. `targets`: the parts behind each part's $ref."""
+    conditions = {part: Condition(part, num_missing=int(part.schema is False)) for part in parts}
     for part, condition in conditions.items():
         for child in part.listed("allOf"):
             condition.require(conditions[child])
@@ -56,7 +58,7 @@ def endless_part(parts: Sequence[SchemaPart], targets: Mapping[SchemaPart, Schem
                 condition.require_one([conditions[child] for child in children])
         by_type = []
         for groups in _needs_by_type(part):
-            of_type = _Condition(part)
+            of_type = Condition(part)
             for group in groups:
                 of_type.require_one([conditions[child] for child in group])
             by_type.append(of_type)
@@ -68,8 +70,13 @@ def endless_part(parts: Sequence[SchemaPart], targets: Mapping[SchemaPart, Schem
             dependent.num_missing -= 1
             if dependent.num_missing == 0:
                 met.append(dependent)
-    seen: set[_Condition] = set()
-    unmet = [conditions[parts[0]]]
+    return conditions
+
+
+def endless_part(condition: Condition) -> SchemaPart | None:
+    """A part that requires itself, if the condition is not met for this reason."""
+    seen: set[Condition] = set()
+    unmet = [condition]
     while unmet and unmet[0].num_missing > 0:
         if unmet[0] in seen:
             return unmet[0].part

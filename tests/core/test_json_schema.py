@@ -125,7 +125,9 @@ FINITE: dict[str, Any] = {
     "a name with a pattern": recursive(
         {"type": "object", "patternProperties": {"n": {}}, "additionalProperties": ITSELF, "required": ["n"]}
     ),
-    "values of another kind": recursive({"anyOf": 5, "required": 5, "properties": [], "minItems": "a", "type": 5}),
+    "values of another kind": recursive(
+        {"anyOf": 5, "required": 5, "properties": [], "minItems": "a", "type": 5}
+    ),
     "an unused definition": {"type": "null", "$defs": {"a": ITSELF}},
 }  # fmt: skip
 
