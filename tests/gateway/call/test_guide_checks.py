@@ -7,6 +7,7 @@ import json
 import threading
 import tracemalloc
 
+import grpc
 import httpx
 import pytest
 from tandem_core.errors import InvalidRequestError
@@ -14,6 +15,7 @@ from tandem_core.guide import Guide, GuideKind
 from tandem_gateway.auth import Caller
 from tandem_gateway.call import guide_checks
 from tandem_gateway.call.guide_checks import GuideChecks
+from tandem_proto.v1 import common_pb2, gateway_pb2
 from tool_models import make_tool_folder
 from waiting import until
 
@@ -127,4 +129,8 @@ async def test_a_schema_without_an_end_is_refused_by_the_clients_field(pods, gat
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, param)
             assert "/$defs/a requires itself without an end" in error["message"]
+    sampling = common_pb2.SamplingParams(guide=common_pb2.Guide(json_schema=json.dumps(schema)))
+    with pytest.raises(grpc.aio.AioRpcError, match=r"guide: .*requires itself without an end"):
+        async for _ in front.grpc.Generate(gateway_pb2.GenerateRequest(text="hi", sampling=sampling)):
+            pass
     assert not pod.requests
