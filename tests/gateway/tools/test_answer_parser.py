@@ -73,6 +73,8 @@ ANSWERS = {
     "no arguments": ("hermes", '<tool_call>{"name": "find"}</tool_call>', "", [["find", "{}"]]),
     "null arguments": (
         "hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [["f", "{}"]]),
+    "empty arguments": (
+        "hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [["f", "{}"]]),
     "arguments as text": (
         "hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
         [["f", '{"a": 1}']]),

@@ -7,8 +7,9 @@ Text that turns out to be no call becomes content, including its marker. A call 
 arguments keeps them as they are. The result depends only on the text so far, not on how it is cut into
 pieces, so a resumed stream shows the same.
 
-Each character takes constant time in each state, because the model chooses the text. So the text held back is
-bounded, or a list of characters, and at most two openings at once can hold a character of the same object.
+The model chooses the text, so each character takes constant time in each state. Text that turns out to be no
+call is parsed again, at most twice: a marker inside of an object lies in one of its strings, so at most two
+objects that begin at markers overlap.
 """
 
 from __future__ import annotations

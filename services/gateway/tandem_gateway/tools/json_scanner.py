@@ -7,6 +7,7 @@ it is cut into pieces.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import re
@@ -234,10 +235,10 @@ class CallObjectReader(CallReader):
 
 def _as_object(text: str) -> str:
     """Arguments as an object, if they are JSON in a string, or null."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):  # also of numbers with thousands of digits
         value = json.loads(text)
+        if not value:
+            return "{}"
         if isinstance(value, str) and isinstance(json.loads(value), dict):
             return value
-    except (ValueError, RecursionError):  # also of numbers with thousands of digits
-        return text
-    return text if value else "{}"
+    return text
