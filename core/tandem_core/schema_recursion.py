@@ -4,10 +4,10 @@
                                           "required": ["n"]}}}
 
 llguidance compiles them, and notices only when it writes the text. A part that requires itself, such as an
-alternative, leads the text where it cannot end. A schema can be met if that follows from
-schemas which can be met without it: the least fixed point, in time linear in the schema's size, as for Horn
-clauses (Dowling and Gallier, 1984). Errs towards "can be met": names matched by patternProperties and what
-follows only from several parts of an allOf together are not examined.
+alternative, leads the text where it cannot end. A schema can be met if that follows from schemas which can be
+met without it: the least fixed point, in time linear in the schema's size, as for Horn clauses (Dowling and
+Gallier, 1984). Errs towards "can be met": names matched by patternProperties, and what follows only from
+several parts of an allOf together, are not examined.
 """
 
 from __future__ import annotations
