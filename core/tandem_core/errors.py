@@ -10,7 +10,9 @@ TandemError
 └── InvariantError           our own bug: a part broke its contract
 """
 
-_MAX_FIELD_CHARS, _MAX_MESSAGE_CHARS = 100, 1000
+#: Of a field's name, and of a quoted value; the rest is cut.
+MAX_FIELD_CHARS = 100
+_MAX_MESSAGE_CHARS = 1000
 
 
 def _cut(text: str, num_chars: int) -> str:
@@ -19,7 +21,7 @@ def _cut(text: str, num_chars: int) -> str:
 
 def quoted(value: str) -> str:
     """The caller's value for a message, in quotes; a long one is cut."""
-    return repr(_cut(value, _MAX_FIELD_CHARS))
+    return repr(_cut(value, MAX_FIELD_CHARS))
 
 
 class TandemError(Exception):
@@ -33,13 +35,13 @@ class InvalidRequestError(TandemError):
     """
 
     def __init__(self, field: str, message: str) -> None:
-        self._message = _cut(message, _MAX_MESSAGE_CHARS)
+        self.message = _cut(message, _MAX_MESSAGE_CHARS)
         self.rename(field)
 
     def rename(self, field: str) -> None:
         """Names the field as the caller knows it."""
-        self.field = _cut(field, _MAX_FIELD_CHARS)
-        self.args = (f"{self.field}: {self._message}",)
+        self.field = _cut(field, MAX_FIELD_CHARS)
+        self.args = (f"{self.field}: {self.message}",)
 
 
 class ModelLoadError(TandemError):

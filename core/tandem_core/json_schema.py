@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
-from urllib.parse import unquote
 
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.regex_size import UNWRITTEN, check_class_syntax, check_control_characters, check_size
+from tandem_core.schema_parts import SchemaPart
+from tandem_core.schema_recursion import conditions_of, endless_part
 
-MAX_DEPTH = 64
 #: Limit of one schema, because all pairs are compared.
 MAX_PATTERN_PROPERTIES = 32
 #: The least common multiple of all steps, as integers; a lexer has as many states.
@@ -45,10 +45,6 @@ _ANNOTATIONS = frozenset(
     | {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
     | {"contentMediaType", "contentEncoding", "contentSchema", "externalDocs", "xml", "discriminator"}
 )
-#: Keywords whose value is a schema, a list of schemas, or schemas by name.
-_SCHEMA = ("additionalProperties", "items", "additionalItems")
-_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
 #: Counts, which may be written 2.0.
 _COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
@@ -83,44 +79,56 @@ _OPENAPI_FORMATS: Mapping[str, Mapping[str, object]] = {
 
 
 def check_enforceable(schema: object) -> None:
-    """Raises InvalidRequestError naming the first keyword that would not be enforced, and where it is."""
-    parts = dict(_schemas(schema, "", 0))
-    root = parts.get("")
-    root_id = str(root.get("$id", root.get("id", ""))) if isinstance(root, dict) else ""
-    is_old = isinstance(root, dict) and any(draft in str(root.get("$schema")) for draft in _OLD_DRAFTS)
-    anchors = {
-        str(part["$anchor"]) for part in parts.values() if isinstance(part, dict) and "$anchor" in part
-    }
-    for where, part in parts.items():
-        if not isinstance(part, dict):
-            continue
-        for keyword in part:
-            is_off = keyword == "uniqueItems" and part[keyword] is False
+    """Raises InvalidRequestError naming the first keyword that would not be enforced, and where it is; or the
+    place of a recursion without an end, because no text can meet it."""
+    root = _root(schema)
+    parts = root.with_descendants()
+    is_old = any(draft in str(root.keywords.get("$schema")) for draft in _OLD_DRAFTS)
+    for part in parts:
+        for keyword, value in part.keywords.items():
+            is_off = keyword == "uniqueItems" and value is False
             if not (keyword in ENFORCED or keyword in _ANNOTATIONS or _is_extension(keyword) or is_off):
-                raise _refused(where, keyword, "is not supported; remove it or check its spelling")
-        _check_numbers(where, part)
-        _check_strings(where, part)
-        _check_containers(where, part, is_old=is_old)
-        _check_nullable(where, part)
-        if where and any(not str(part.get(name, "#")).startswith("#") for name in ("$id", "id", "$schema")):
-            raise _refused(where, "$id", "is supported at the top only; remove it here")
-        if "$ref" in part and not _is_reached(str(part["$ref"]), root_id, parts, anchors):
-            raise _refused(
-                where, "$ref", f"{quoted(str(part['$ref']))} is none of a schema in here; put it under $defs"
-            )
+                raise _refused(part, keyword, "is not supported; remove it or check its spelling")
+        _check_numbers(part)
+        _check_strings(part)
+        _check_containers(part, is_old=is_old)
+        _check_nullable(part)
+        if part is not root and any(
+            not str(part.keywords.get(name, "#")).startswith("#") for name in ("$id", "id", "$schema")
+        ):
+            raise _refused(part, "$id", "is supported at the top only; remove it here")
+    targets = _targets(root, parts)
     _check_steps(parts)
-    dialect = root.get("$schema") if isinstance(root, dict) else None
+    dialect = root.keywords.get("$schema")
     if isinstance(dialect, str) and dialect and not _DIALECT.fullmatch(dialect):
-        raise _refused("", "$schema", f"has {quoted(dialect)}; use a draft of json-schema.org, or remove it")
+        raise _refused(
+            root, "$schema", f"has {quoted(dialect)}; use a draft of json-schema.org, or remove it"
+        )
+    if targets and (endless := endless_part(conditions_of(parts, targets)[root])) is not None:
+        raise InvalidRequestError(
+            "json_schema",
+            f"cannot be met by any text: {endless.where or 'the schema'} requires itself without an end; "
+            "make a property optional, or allow null or an empty list",
+        )
+
+
+def _root(schema: object) -> SchemaPart:
+    return SchemaPart(schema if isinstance(schema, dict | bool) else {})
 
 
 def rewrite(schema: object) -> None:
-    """Rewrites keywords in place that llguidance does not support, and narrows formats that it accepts more
-    broadly than parsers do."""
+    """Rewrites a checked schema in place: keywords that llguidance does not support, formats that it accepts
+    more broadly than parsers do, and parts that no text can meet."""
     if isinstance(schema, dict) and (known := _DIALECT.fullmatch(str(schema.get("$schema")))):
         schema["$schema"] = ("http" if known[2] else "https") + known[1]
-    for _, part in list(_schemas(schema, "", 0)):
-        if not isinstance(part, dict):
+    root = _root(schema)
+    parts = root.with_descendants()
+    if targets := _targets(root, parts):
+        for unmet in conditions_of(parts, targets).values():
+            if unmet.num_missing > 0:
+                unmet.part.forbid()
+    for part in [found.schema for found in parts]:
+        if isinstance(part, bool):
             continue
         part.pop("uniqueItems", None)  # off
         for keyword in _COUNTS:
@@ -150,8 +158,10 @@ def parse_schema(text: str) -> dict[str, Any] | bool:
     return schema
 
 
-def _refused(where: str, keyword: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError("json_schema", f"{where or 'the schema'}: the keyword {quoted(keyword)} {why}")
+def _refused(part: SchemaPart, keyword: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        "json_schema", f"{part.where or 'the schema'}: the keyword {quoted(keyword)} {why}"
+    )
 
 
 def _is_extension(keyword: str) -> bool:
@@ -159,19 +169,20 @@ def _is_extension(keyword: str) -> bool:
     return keyword.startswith("x-") and keyword != "x-guidance"
 
 
-def _check_numbers(where: str, part: Mapping[str, Any]) -> None:
+def _check_numbers(part: SchemaPart) -> None:
+    keywords = part.keywords
     for keyword in _NUMBERS:
-        value = part.get(keyword, 0)
+        value = keywords.get(keyword, 0)
         is_draft_4 = keyword.startswith("exclusive") and isinstance(value, bool)
         if keyword not in ("const", "enum") and not is_draft_4 and not _is_number(value):
-            raise _refused(where, keyword, "has no number")
-        for number in _leaves(part.get(keyword)):
+            raise _refused(part, keyword, "has no number")
+        for number in _leaves(keywords.get(keyword)):
             if not isinstance(number, (int, float)):
                 continue
             if isinstance(number, int) and abs(number) > MAX_INTEGER:
-                raise _refused(where, keyword, f"has an integer beyond {MAX_INTEGER}, which is not exact")
+                raise _refused(part, keyword, f"has an integer beyond {MAX_INTEGER}, which is not exact")
             if not math.isfinite(number):
-                raise _refused(where, keyword, "has a number that is not finite")
+                raise _refused(part, keyword, "has a number that is not finite")
 
 
 def _is_number(value: object) -> bool:
@@ -191,87 +202,81 @@ def _leaves(value: object) -> Iterator[object]:
             yield value
 
 
-def _check_strings(where: str, part: Mapping[str, Any]) -> None:
-    names = part.get("patternProperties")
-    patterns = [("pattern", part.get("pattern"))]
+def _check_strings(part: SchemaPart) -> None:
+    keywords = part.keywords
+    names = keywords.get("patternProperties")
+    patterns = [("pattern", keywords.get("pattern"))]
     if isinstance(names, dict):
         if len(names) > MAX_PATTERN_PROPERTIES:
-            raise _refused(where, "patternProperties", f"has more than {MAX_PATTERN_PROPERTIES} patterns")
+            raise _refused(part, "patternProperties", f"has more than {MAX_PATTERN_PROPERTIES} patterns")
         patterns += [("patternProperties", name) for name in names]
     for keyword, pattern in patterns:
         if isinstance(pattern, str) and (
             fault := check_class_syntax(pattern) or check_control_characters(pattern) or check_size(pattern)
         ):
-            raise _refused(where, keyword, fault)
+            raise _refused(part, keyword, fault)
     for keyword in ("const", "enum"):
         # llguidance would leave the character out.
-        if any(re.search(UNWRITTEN, text) for text in _leaves(part.get(keyword)) if isinstance(text, str)):
-            raise _refused(where, keyword, "has a control character, which is not written; leave it out")
-    if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
+        if any(
+            re.search(UNWRITTEN, text) for text in _leaves(keywords.get(keyword)) if isinstance(text, str)
+        ):
+            raise _refused(part, keyword, "has a control character, which is not written; leave it out")
+    if isinstance(keywords.get("format"), str) and keywords["format"] not in FORMATS:
         raise _refused(
-            where, "format", f"has {quoted(part['format'])}; supported are {', '.join(sorted(FORMATS))}"
+            part, "format", f"has {quoted(keywords['format'])}; supported are {', '.join(sorted(FORMATS))}"
         )
 
 
-def _check_containers(where: str, part: Mapping[str, Any], *, is_old: bool) -> None:
-    has_list = isinstance(part.get("items"), list)
-    if "prefixItems" in part and (is_old or has_list or "additionalItems" in part):
-        raise _refused(where, "prefixItems", "excludes items as a list, additionalItems and old drafts")
-    if "additionalItems" in part and not has_list:
-        raise _refused(where, "additionalItems", "has no effect unless items is a list; remove it")
-    required = part.get("required")
-    least = part.get("minProperties")
+def _check_containers(part: SchemaPart, *, is_old: bool) -> None:
+    keywords = part.keywords
+    has_list = isinstance(keywords.get("items"), list)
+    if "prefixItems" in keywords and (is_old or has_list or "additionalItems" in keywords):
+        raise _refused(part, "prefixItems", "excludes items as a list, additionalItems and old drafts")
+    if "additionalItems" in keywords and not has_list:
+        raise _refused(part, "additionalItems", "has no effect unless items is a list; remove it")
+    required = keywords.get("required")
+    least = keywords.get("minProperties")
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, (int, float)) and least > num_required + 1:
         # Names that are not listed may repeat, and then count once.
-        raise _refused(where, "minProperties", f"may be {num_required + 1} at most, one more than required")
+        raise _refused(part, "minProperties", f"may be {num_required + 1} at most, one more than required")
 
 
-def _check_nullable(where: str, part: Mapping[str, Any]) -> None:
+def _check_nullable(part: SchemaPart) -> None:
     """OpenAPI 3.0 allows it only with `type`, and null must be one of `enum` too."""
-    nullable = part.get("nullable", False)
+    keywords = part.keywords
+    nullable = keywords.get("nullable", False)
     if not isinstance(nullable, bool):
-        raise _refused(where, "nullable", "has no boolean")
-    if nullable and "type" not in part:
-        raise _refused(where, "nullable", "has no effect without type; use anyOf with null")
+        raise _refused(part, "nullable", "has no boolean")
+    if nullable and "type" not in keywords:
+        raise _refused(part, "nullable", "has no effect without type; use anyOf with null")
 
 
-def _check_steps(parts: Mapping[str, object]) -> None:
+def _check_steps(parts: Sequence[SchemaPart]) -> None:
     """Several steps may meet in one number, by allOf or $ref."""
     steps = 1
-    for where, part in parts.items():
-        step = part.get("multipleOf") if isinstance(part, dict) else None
+    for part in parts:
+        step = part.keywords.get("multipleOf")
         if isinstance(step, (int, float)) and step > 0:
             steps = math.lcm(steps, Fraction(str(step)).numerator)
             if steps > MAX_STEPS:
                 raise _refused(
-                    where, "multipleOf", f"has too many steps: the least common multiple is over {MAX_STEPS}"
+                    part, "multipleOf", f"has too many steps: the least common multiple is over {MAX_STEPS}"
                 )
 
 
-def _is_reached(ref: str, root_id: str, places: Mapping[str, object], anchors: set[str]) -> bool:
-    """Whether it is one of the schemas that are checked here."""
-    base, _, fragment = ref.partition("#")
-    return base in ("", root_id.partition("#")[0]) and (unquote(fragment) in places or fragment in anchors)
-
-
-def _schemas(schema: object, where: str, depth: int) -> Iterator[tuple[str, dict[str, Any] | bool]]:
-    """The schema and all within it, each with its JSON pointer."""
-    if isinstance(schema, bool):
-        yield where, schema
-    if not isinstance(schema, dict):
-        return
-    if depth > MAX_DEPTH:
-        raise InvalidRequestError("json_schema", f"is nested more than {MAX_DEPTH} schemas deep; use $ref")
-    yield where, schema
-    for keyword in _SCHEMA:
-        yield from _schemas(schema.get(keyword), f"{where}/{keyword}", depth + 1)
-    for keyword in _SCHEMAS:
-        if isinstance(parts := schema.get(keyword), list):
-            for index, part in enumerate(parts):
-                yield from _schemas(part, f"{where}/{keyword}/{index}", depth + 1)
-    for keyword in _NAMED_SCHEMAS:
-        if isinstance(named := schema.get(keyword), dict):
-            for name, part in named.items():
-                pointer = name.replace("~", "~0").replace("/", "~1")
-                yield from _schemas(part, f"{where}/{keyword}/{pointer}", depth + 1)
+def _targets(root: SchemaPart, parts: Sequence[SchemaPart]) -> dict[SchemaPart, SchemaPart]:
+    """The part behind each part's $ref. Only parts that are checked here may be named."""
+    root_id = str(root.keywords.get("$id", root.keywords.get("id", ""))).partition("#")[0]
+    anchors = {str(part.keywords["$anchor"]): part for part in parts if "$anchor" in part.keywords}
+    targets = {}
+    for part in parts:
+        if "$ref" not in part.keywords:
+            continue
+        ref = str(part.keywords["$ref"])
+        base, _, fragment = ref.partition("#")
+        target = (root.at(fragment) or anchors.get(fragment)) if base in ("", root_id) else None
+        if target is None:
+            raise _refused(part, "$ref", f"{quoted(ref)} is none of a schema in here; put it under $defs")
+        targets[part] = target
+    return targets

@@ -16,9 +16,11 @@ from tandem_core.regex_size import MAX_SIZE, expanded_size
 
 #: Terminals that name each other in turn, in a grammar that repeats parts of them.
 MAX_TERMINAL_DEPTH = 8
-#: What may hold text that is no Lark syntax, and the embedded schemas.
+#: What may hold text that is no Lark syntax, and the embedded schemas. A string without its end ends with the
+#: line, because a search that fails would begin again at each quotation mark.
 _TOKEN = re.compile(
-    r"""(?P<string>"(?:\\.|[^"\\\n])*"i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|//[^\n]*|(?P<json>%json\b)"""
+    r"""(?P<string>"(?:\\.|[^"\\\n])*(?:"i?)?)|(?P<regex>/(?:\\.|[^/\\\n])+(?:/[a-z]*)?)"""
+    r"""|//[^\n]*|(?P<json>%json\b)"""
 )
 _TERMINAL = re.compile(
     r"^(?P<name>_?[A-Z][A-Z0-9_]*)(?:\[[^\]\n]*\])?(?:\.-?[0-9]+)?\s*:(?P<body>.*(?:\n\s*\|.*)*)",
@@ -26,7 +28,7 @@ _TERMINAL = re.compile(
 )
 _NAME = re.compile(r"_?[A-Z][A-Z0-9_]*")
 _TILDE = re.compile(r"~\s*(?:[0-9]{1,9}\s*\.\.\s*)?([0-9]{1,9})")
-_COUNT = re.compile(r"[{~]\s*[0-9,. ]*[0-9]")
+_COUNT = re.compile(r"[{~][0-9,.\s]*[0-9]")
 
 
 def checked_lark(source: str, json_options: Mapping[str, object]) -> str:

@@ -106,6 +106,33 @@ def test_exactly_the_texts_of_a_guide_end(
     assert allows(model, guide, text) is is_allowed
 
 
+#: Requires itself without an end.
+ENDLESS = {
+    "type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}, "required": ["n"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "beginning"),
+    [
+        ({"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}, "null", '{"n": '),
+        ({"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}}, "{}", '{"x": '),
+        ({"type": "array", "items": {"$ref": "#/$defs/a"}}, "[]", '[{"n": '),
+        ({"type": "object", "additionalProperties": {"$ref": "#/$defs/a"}}, "{}", '{"y": '),
+    ],
+)
+def test_a_text_cannot_enter_what_would_never_end(
+    model: tuple[GuideCompiler, Tokenizer], value: dict[str, Any], text: str, beginning: str
+) -> None:
+    compiler, tokenizer = model
+    guide = schema({**value, "$defs": {"a": ENDLESS}})
+    check_guide(guide)
+    assert allows(model, guide, text)
+    token_ids = tokenizer.encode(beginning, add_special_tokens=False)
+    assert compiler.matcher(guide).try_consume_tokens(token_ids) < len(token_ids)
+
+
 @pytest.mark.parametrize(
     ("guide", "what"),
     [

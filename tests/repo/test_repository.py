@@ -194,6 +194,30 @@ def test_what_the_packages_import_is_declared_as_a_dependency() -> None:
     assert not undeclared
 
 
+#: Cached functions with arguments, and why these cannot fill the memory.
+BOUNDED_CACHES = {
+    "drafting/tandem_drafting/spans.py name": "request ids, which have 128 characters at most",
+    "services/cli/tandem_cli/doctor/settings_checks.py _without_environment": "classes of settings",
+}
+
+
+def test_no_cache_keeps_what_callers_send() -> None:
+    """functools' caches count entries, not bytes, and keep their keys: a caller's texts would stay in memory.
+    Keep digests instead, as guide_checks.py does."""
+    found = {
+        f"{path.relative_to(ROOT)} {function.name}"
+        for folder in ("core", "drafting", "engine", "services")
+        for path in (ROOT / folder).rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        and re.search(
+            r"^(functools\.)?(lru_)?cache\b", "\n".join(map(ast.unparse, function.decorator_list)), re.M
+        )
+        and ast.unparse(function.args)
+    }
+    assert found == BOUNDED_CACHES.keys()
+
+
 def test_the_engine_runs_without_triton() -> None:
     """`make serve` installs none beside a CPU build of torch."""
     modules = "tandem_engine.llm, tandem_prefill.main, tandem_decode.main"

@@ -194,7 +194,7 @@ async def test_a_tenants_long_texts_do_not_delay_other_tenants(pods, gateway, ke
 
     try:
         waiting = [ask(f"slow {number}", "acme-key") for number in range(8)]
-        counts = front.process.gateway.num_tokenizing
+        counts = front.process.gateway.tokenizing.num_waiting
         await until(lambda: counts["acme"] == 8 and begun)
         refused = await ask("one more", "acme-key")
         assert refused.status_code == 429

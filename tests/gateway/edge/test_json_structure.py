@@ -1,5 +1,6 @@
 """Bodies that are expensive to parse are refused before they are parsed, and invalid ones cheaply."""
 
+import contextlib
 import json
 import random
 import time
@@ -60,6 +61,10 @@ async def test_random_values_are_counted_as_a_parser_counts_them():
             return 1 + sum(map(containers, value.values()))
         return 1 + sum(map(containers, value)) if isinstance(value, list) else 0
 
+    def commas(value: object) -> int:
+        parts = list(value.values()) if isinstance(value, dict) else value
+        return max(len(parts) - 1, 0) + sum(map(commas, parts)) if isinstance(parts, list) else 0
+
     for _ in range(500):
         made = value(4)
         body = json.dumps(made, ensure_ascii=random_.random() < 0.5).encode()
@@ -68,6 +73,24 @@ async def test_random_values_are_counted_as_a_parser_counts_them():
         if containers(made):
             with pytest.raises(InvalidRequestError):
                 await check_structure(body, JsonLimits(containers(made) - 1, 10**6))
+        await check_structure(body, JsonLimits(10**6, commas(made)))
+        if commas(made):
+            with pytest.raises(InvalidRequestError):
+                await check_structure(body, JsonLimits(10**6, commas(made) - 1))
+
+
+@pytest.mark.parametrize("unit", ['"', '"":', "\\", '\\"', '\\\\"', "{", ",", '"",', '\\\\\\"'])
+@pytest.mark.parametrize("head", ['{"a": "', ""])
+async def test_the_check_itself_does_not_block_streams(head, unit):
+    """8 MiB, which holds the GIL in the thread of the check too."""
+    body = head.encode() + unit.encode() * (2**23 // len(unit)) + b'"' + b",{" * 50_000
+    best_s = 1.0
+    for _ in range(3):
+        started = time.process_time()
+        with contextlib.suppress(InvalidRequestError):
+            await check_structure(body, JsonLimits())
+        best_s = min(best_s, time.process_time() - started)
+    assert best_s < 0.15
 
 
 def filled(head: str, unit: str, tail: str) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser
+from tandem_gateway.tools.formats import MAX_HELD_CHARS
 from tandem_proto.v1 import answers_pb2
 
 
@@ -72,6 +73,8 @@ ANSWERS = {
     "no arguments": ("hermes", '<tool_call>{"name": "find"}</tool_call>', "", [["find", "{}"]]),
     "null arguments": (
         "hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [["f", "{}"]]),
+    "empty arguments": (
+        "hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [["f", "{}"]]),
     "arguments as text": (
         "hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
         [["f", '{"a": 1}']]),
@@ -229,3 +232,32 @@ class TestReasoning:
         seen = read(text, form(reasoning=True))
         assert seen.reasoning == f"maybe <tool_call>{FIND}</tool_call>"
         assert (seen.content, seen.calls) == ("", [["cancel", "{}"]])
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, '"' + "[" * 5000 + '"'], ids=["digits", "levels"])
+def test_arguments_that_are_too_long_or_deep_for_a_parser_are_shown_as_they_are(value: str) -> None:
+    text = f'<tool_call>{{"name": "find", "arguments": {value}}}</tool_call>'
+    assert read(text, form()).calls == [["find", value]]
+
+
+@pytest.mark.parametrize(
+    "tail", [" " * 1000, "} " * 500, "\n" * 1000 + "x"], ids=["blanks", "braces", "blanks and text"]
+)
+def test_a_long_tail_of_a_call_is_content(tail: str) -> None:
+    seen = read(f"<tool_call>{CANCEL}{tail}", form())
+    assert seen.calls == [["cancel", "{}"]]
+    assert seen.content == tail[: len(seen.content)]
+    assert len(tail) - len(seen.content) <= MAX_HELD_CHARS
+
+
+def test_whitespace_is_held_back_only_near_a_marker() -> None:
+    text = "a" + " " * 1000
+    assert len(AnswerParser(form(), "seed").push(text).content) == len(text) - MAX_HELD_CHARS
+    thinking = answers_pb2.AnswerForm(reasoning=True, starts_in_reasoning=True)
+    assert len(AnswerParser(thinking, "seed").push(text).reasoning) == len(text) - MAX_HELD_CHARS
+
+
+def test_an_object_that_is_long_without_a_name_is_no_call() -> None:
+    text = '<tool_call>{"a": "' + "x" * 200_000
+    delta = AnswerParser(form(), "seed").push(text)
+    assert delta.content.startswith('<tool_call>{"a": "xxx')

@@ -9,10 +9,10 @@ import pytest
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide, GuideKind
 from tandem_core.model.conversation import Tool
-from tandem_core.model.guides import GuideCompiler
+from tandem_core.model.guides import GuideCompiler, check_guide
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_gateway.tools.detect import FORMATS
-from tandem_gateway.tools.grammar import Thinking, tool_guide
+from tandem_gateway.tools.grammar import Thinking, enforced_schemas, tool_guide
 from tool_models import make_tool_folder
 
 CHAT = "/v1/chat/completions"
@@ -68,12 +68,23 @@ def model(request, tmp_path_factory) -> tuple[Tokenizer, GuideCompiler]:
     return tokenizer, GuideCompiler(folder, tokenizer.manifest)
 
 
+async def fault(guide: Guide) -> str:
+    try:
+        check_guide(guide)
+    except InvalidRequestError as error:
+        return error.message
+    return ""
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {' '.join(case[1])}")
-def test_the_grammar_allows_only_calls_of_the_format(case, model, subtests):
+async def test_the_grammar_allows_only_calls_of_the_format(case, model, subtests):
     tool_format, options, allowed, forbidden = case
     tokenizer, compiler = model
     defaults = {"is_required": False, "is_single": False, "content": None, "thinking": None}
-    guide = tool_guide(FORMATS[tool_format], TOOLS, tokenizer.added_token_id, **{**defaults, **options})
+    schemas = await enforced_schemas(TOOLS, fault, is_required=bool(options.get("is_required")))
+    guide = tool_guide(
+        FORMATS[tool_format], TOOLS, schemas, tokenizer.added_token_id, **{**defaults, **options}
+    )
 
     def is_allowed(text: str) -> bool:
         matcher = compiler.matcher(guide)
@@ -86,21 +97,31 @@ def test_the_grammar_allows_only_calls_of_the_format(case, model, subtests):
                 assert is_allowed(text) is wanted
 
 
-def test_an_unenforceable_schema_is_refused_only_for_strict_tools(model):
-    tokenizer, _ = model
+async def test_an_unenforceable_schema_is_refused_only_for_strict_tools():
     parameters = {"type": "object", "properties": {"a": {"type": "string", "maxLenght": 5}}}
 
-    def guide(strict: bool) -> Guide:
+    def tools(*, strict: bool) -> list[Tool]:
         function = {"name": "f", "strict": strict, "parameters": parameters}
-        tool = Tool({"type": "function", "function": function})
-        return tool_guide(
-            FORMATS["hermes"], [Tool(LOOSE), tool], tokenizer.added_token_id,
-            is_required=True, is_single=False, content=None, thinking=None,
-        )  # fmt: skip
+        return [Tool(LOOSE), Tool({"type": "function", "function": function})]
 
     with pytest.raises(InvalidRequestError, match=r"tools\[1\].function.parameters: .*'maxLenght'.*strict"):
-        guide(strict=True)
-    assert guide(strict=False).kind is GuideKind.LARK
+        await enforced_schemas(tools(strict=True), fault, is_required=True)
+    loose, other = await enforced_schemas(tools(strict=False), fault, is_required=True)
+    assert loose["additionalProperties"] is False
+    assert other == {"type": "object"}
+
+
+async def test_too_many_bytes_of_schemas_are_refused_before_any_is_compiled():
+    async def fail(guide: Guide) -> str:
+        raise AssertionError("was compiled")
+
+    parameters = {"type": "object", "description": "d" * 70_000}
+    tools = [
+        Tool({"type": "function", "function": {"name": name, "strict": True, "parameters": parameters}})
+        for name in ("a", "b")
+    ]
+    with pytest.raises(InvalidRequestError, match=r"tools: have 14\d{4} bytes of schemas to enforce.*131072"):
+        await enforced_schemas(tools, fail, is_required=False)
 
 
 async def test_the_pod_gets_a_grammar_if_the_request_needs_one(pods, gateway, tmp_path):

@@ -12,19 +12,17 @@ import dataclasses
 import json
 import secrets
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 import structlog
 from tandem_core.codec import slo_to_proto
 from tandem_core.contracts import RefusalReason
 from tandem_core.errors import InvalidRequestError, quoted
-from tandem_core.guide import Guide
 from tandem_core.model.conversation import DEFAULT_OPTIONS, ChatOptions, Message
-from tandem_core.model.guides import check_guide
 from tandem_core.model.piece_cache import PieceCache
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import MAX_BAD_WORDS, MAX_STOP_CHARS, check_token_ids
@@ -40,7 +38,9 @@ from tandem_gateway.admission.quotas import TokenRates
 from tandem_gateway.auth import Caller
 from tandem_gateway.call import trace_attributes
 from tandem_gateway.call.choices import Running, num_places, num_sequences, relay_choices
+from tandem_gateway.call.guide_checks import GuideChecks
 from tandem_gateway.call.relay import Relay
+from tandem_gateway.call.tenant_threads import TenantThreads
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.errors import (
     GATEWAY_STOPS,
@@ -79,7 +79,6 @@ MAX_MESSAGES = 1024
 #: Bytes allowed for names, parameters and the messages' roles.
 _OTHER_FIELDS_BYTES = 256 * 1024
 _TOKENIZING_RETRY_S = 1.0
-_MAX_CHECKED_GUIDES = 256
 
 
 def max_message_bytes(tokenizer: Tokenizer, *, is_json: bool) -> int:
@@ -116,14 +115,8 @@ class Gateway:
         self._metrics = metrics
         self._ended = ended
         self._pieces = PieceCache()
-        self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
-        #: Texts in the tokenizing threads or their queue, by tenant.
-        self.num_tokenizing: Counter[str] = Counter()
-        #: Allows one text per tenant at a time, so that no tenant occupies all threads.
-        self._tokenizing_turns: defaultdict[str, asyncio.Semaphore] = defaultdict(asyncio.BoundedSemaphore)
-        #: Guides known to compile, the oldest first.
-        self._checked_guides: dict[Guide, None] = {}
-        self._checking_guide = asyncio.Lock()
+        self.tokenizing = TenantThreads(_TOKENIZING_THREADS, "tokenize")
+        self._guides = GuideChecks()
         #: Ids of running requests; the pods need them to be unique.
         self._running_ids: set[str] = set()
         self._log = structlog.get_logger("tandem.gateway")
@@ -189,48 +182,46 @@ class Gateway:
                 messages, options, cache=self._pieces, tenant=received.caller.tenant
             ),
         )
-        content: Guide | None = received.sampling.get("guide")
-        guide = content
-        if choice.tools:
-            async with self._checking_guide:
-                guide = await asyncio.to_thread(self._forms.guide, choice, content, token_ids)
-            received = dataclasses.replace(received, sampling={**received.sampling, "guide": guide})
-        await self._check_guide(received)
         request = self._tokenized(received, token_ids, field="messages")
+        content = request.sampling.guide
+        fault = partial(self._guides.fault, received.caller)
+        guide = await self._forms.guide(choice, content, token_ids, fault)
         form = self._forms.of(choice, token_ids, is_guided=guide is not content)
-        return dataclasses.replace(request, form=form)
+        request = dataclasses.replace(request, form=form)
+        if guide is not content:
+            sampling = dataclasses.replace(request.sampling, guide=guide)
+            request = dataclasses.replace(request, sampling=sampling)
+        return await self._with_checked_guide(received, request)
 
     async def prepare_text(self, received: ReceivedRequest, text: str) -> TokenizedRequest:
         """Checks and tokenizes a plain text. Raises InvalidRequestError, ForbiddenError."""
         current().stage("tokenize")
         self.check_model(received.model)
-        await self._check_guide(received)
         token_ids = await self._encode(
             received,
             [text],
             "prompt",
             lambda: self.tokenizer.encode(text, add_special_tokens=received.add_special_tokens),
         )
-        return self._tokenized(received, token_ids, field="prompt")
+        request = self._tokenized(received, token_ids, field="prompt")
+        return await self._with_checked_guide(received, request)
 
     async def prepare_tokens(self, received: ReceivedRequest, token_ids: Sequence[int]) -> TokenizedRequest:
         """Checks a prompt of token ids. Raises InvalidRequestError, ForbiddenError."""
         current().stage("tokenize")
         self.check_model(received.model)
-        await self._check_guide(received)
         check_token_ids("prompt", token_ids, self.manifest.vocab_size)
-        return self._tokenized(received, token_ids, field="prompt")
+        request = self._tokenized(received, token_ids, field="prompt")
+        return await self._with_checked_guide(received, request)
 
-    async def _check_guide(self, received: ReceivedRequest) -> None:
-        """Raises InvalidRequestError, naming the unsupported part, if the request's guide cannot be used."""
-        guide = received.sampling.get("guide")
-        if guide is None or guide in self._checked_guides:
-            return
-        async with self._checking_guide:  # one at a time: it takes up to 100 ms of a core
-            await asyncio.to_thread(check_guide, guide)
-        self._checked_guides[guide] = None
-        while len(self._checked_guides) > _MAX_CHECKED_GUIDES:
-            del self._checked_guides[next(iter(self._checked_guides))]
+    async def _with_checked_guide(
+        self, received: ReceivedRequest, request: TokenizedRequest
+    ) -> TokenizedRequest:
+        """The request. Raises InvalidRequestError, naming the unsupported part, for a guide that cannot be
+        used."""
+        if request.sampling.guide is not None:
+            await self._guides.check(received.caller, request.sampling.guide)
+        return request
 
     async def count_text(self, caller: Caller, text: str, *, add_special_tokens: bool) -> list[int]:
         """Tokenizes a text without answering it. Raises InvalidRequestError, OverloadedError."""
@@ -260,7 +251,7 @@ class Gateway:
         if num_chars <= INLINE_CHARS:
             return encode()
         caller = asking if isinstance(asking, Caller) else asking.caller
-        tenant, waiting = caller.tenant, self.num_tokenizing
+        tenant, waiting = caller.tenant, self.tokenizing.num_waiting
         limit = MAX_TOKENIZING if caller.is_anyone else MAX_TOKENIZING_OF_TENANT
         if waiting[tenant] >= limit or waiting.total() >= MAX_TOKENIZING:
             if isinstance(asking, ReceivedRequest):
@@ -270,19 +261,7 @@ class Gateway:
                 _TOKENIZING_RETRY_S,
                 RefusalReason.TOKENIZING,
             )
-        waiting[tenant] += 1
-        try:
-            if caller.is_anyone:
-                return await asyncio.wrap_future(self._tokenizing.submit(encode))
-            turn = self._tokenizing_turns[tenant]
-            await turn.acquire()
-            loop = asyncio.get_running_loop()
-            work = self._tokenizing.submit(encode)
-            # The thread continues when the caller leaves, and holds the tenant's turn until it ends.
-            work.add_done_callback(lambda _: loop.call_soon_threadsafe(turn.release))
-            return await asyncio.wrap_future(work)
-        finally:
-            waiting[tenant] -= 1
+        return await self.tokenizing.run(caller, encode)
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModelError unless `name` is the served model or empty."""

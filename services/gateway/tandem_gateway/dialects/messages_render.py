@@ -126,7 +126,7 @@ def _head_of(call: Rendered) -> Rendered:
 def _parsed(arguments: str) -> Any:
     try:
         return json.loads(arguments)
-    except ValueError:  # incomplete because of the token limit
+    except (ValueError, RecursionError):  # incomplete because of the token limit, or very deep
         return {}
 
 

@@ -32,10 +32,14 @@ class _Item:
     kind: str
     id: str
     index: int
-    text: str = ""
     name: str = ""
     call_id: str = ""
+    texts: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
     def shown(self, status: str) -> Rendered:
         if self.kind == "function_call":
@@ -43,7 +47,7 @@ class _Item:
                 "type": "function_call", "id": self.id, "call_id": self.call_id, "name": self.name,
                 "arguments": self.text, "status": status,
             }  # fmt: skip
-        content = [self.part()] if self.text or status != "in_progress" else []
+        content = [self.part()] if self.texts or status != "in_progress" else []
         if self.kind == "reasoning":
             return {"type": "reasoning", "id": self.id, "summary": [], "content": content, "status": status}
         return {
@@ -113,7 +117,7 @@ class ResponsesRenderer(TypedEventsRenderer):
     def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[Rendered]:
         events = [] if self._open is not None and self._open.kind == kind else self._add(kind, "")
         item = cast(_Item, self._open)
-        item.text += text
+        item.texts.append(text)
         item.logprobs += logprobs
         more: Rendered = {"content_index": 0, "delta": text}
         if kind == "message":
@@ -127,7 +131,7 @@ class ResponsesRenderer(TypedEventsRenderer):
             events += self._add("function_call", call["id"], function.get("name") or "")
         item = cast(_Item, self._open)
         if arguments := function.get("arguments"):
-            item.text += arguments
+            item.texts.append(arguments)
             name = "response.function_call_arguments.delta"
             events.append(self._of_item(name, item, {"delta": arguments}))
         return events
@@ -137,7 +141,7 @@ class ResponsesRenderer(TypedEventsRenderer):
         events = self._close()
         number = len(self._output)
         base = str(self._head["id"]).removeprefix(self._id_prefix)
-        item = self._open = _Item(kind, f"{_ID_PREFIXES[kind]}_{base}-{number}", number, "", name, call_id)
+        item = self._open = _Item(kind, f"{_ID_PREFIXES[kind]}_{base}-{number}", number, name, call_id)
         events.append(
             self._event(
                 "response.output_item.added", {"output_index": number, "item": item.shown("in_progress")}

@@ -73,45 +73,47 @@ class AnswerParser:
             self._calls = CallsParser(tool_format, names, self, is_guided=form.guided)
         self._reasoning = ReasoningSplitter(is_inside=form.starts_in_reasoning) if form.reasoning else None
         self._num_calls = 0
-        self._delta = AnswerDelta()
+        #: What the next delta gets; calls with the parts of their arguments.
+        self._content: list[str] = []
+        self._new_calls: list[tuple[CallDelta, list[str]]] = []
 
     @property
     def has_calls(self) -> bool:
         return self._num_calls > 0
 
     def push(self, text: str) -> AnswerDelta:
+        reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.push(text)
-            self._delta.reasoning += reasoning
         self._push_rest(text)
-        return self._taken()
+        return self._taken(reasoning)
 
     def finish(self) -> AnswerDelta:
         """Returns text held back so far. Call it once, after the last text."""
+        reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.finish()
-            self._delta.reasoning += reasoning
             self._push_rest(text)
         if self._calls is not None:
             self._calls.finish()
-        return self._taken()
+        return self._taken(reasoning)
 
     def content(self, text: str) -> None:
-        self._delta.content += text
+        self._content.append(text)
 
     def begin_call(self, name: str) -> None:
         self._num_calls += 1
         if self._is_shown:
             index = self._num_calls - 1
-            self._delta.calls.append(CallDelta(index, self._call_id(index), name))
+            self._new_calls.append((CallDelta(index, self._call_id(index), name), []))
 
     def arguments(self, text: str) -> None:
         if not (self._is_shown and text):
             return
         index = self._num_calls - 1
-        if not self._delta.calls or self._delta.calls[-1].index != index:
-            self._delta.calls.append(CallDelta(index))
-        self._delta.calls[-1].arguments += text
+        if not self._new_calls or self._new_calls[-1][0].index != index:
+            self._new_calls.append((CallDelta(index), []))
+        self._new_calls[-1][1].append(text)
 
     @property
     def _is_shown(self) -> bool:
@@ -121,12 +123,14 @@ class AnswerParser:
         if self._calls is not None:
             self._calls.push(text)
         else:
-            self._delta.content += text
+            self._content.append(text)
 
     def _call_id(self, index: int) -> str:
         digest = hashlib.sha256(f"{self._seed} {index}".encode()).hexdigest()
         return digest[:9] if self._has_short_ids else f"call_{digest[:24]}"
 
-    def _taken(self) -> AnswerDelta:
-        delta, self._delta = self._delta, AnswerDelta()
+    def _taken(self, reasoning: str) -> AnswerDelta:
+        calls = [replace(call, arguments="".join(parts)) for call, parts in self._new_calls]
+        delta = AnswerDelta("".join(self._content), reasoning, calls)
+        self._content, self._new_calls = [], []
         return delta

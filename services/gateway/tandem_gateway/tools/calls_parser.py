@@ -6,6 +6,10 @@
 Text that turns out to be no call becomes content, including its marker. A call that breaks off within its
 arguments keeps them as they are. The result depends only on the text so far, not on how it is cut into
 pieces, so a resumed stream shows the same.
+
+The model chooses the text, so each character takes constant time in each state. Text that turns out to be no
+call is parsed again, at most twice: a marker inside of an object lies in one of its strings, so at most two
+objects that begin at markers overlap.
 """
 
 from __future__ import annotations
@@ -13,13 +17,15 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from tandem_gateway.tools.formats import Opener, ToolFormat
+from tandem_gateway.tools.formats import MAX_HELD_CHARS, Opener, ToolFormat
 from tandem_gateway.tools.json_scanner import CallObjectReader, CallReader
 
 _NAME_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.")
 #: Precedes the arguments' object in Mistral's newer format.
 _NAMED = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]*\s*)?(?:\[ARGS\]\s*)?")
 _MAX_NAMED_CHARS = 256
+#: Of a call before its name and the beginning of its arguments are known; more is no call.
+_MAX_UNDECIDED_CHARS = 128 * 1024
 _BARE = Opener("", is_certain=False)
 
 
@@ -48,8 +54,8 @@ class CallsParser:
         self._is_start = True
         #: Text that may be a marker, including whitespace before it.
         self._held = ""
-        #: Text since the whitespace before the marker, while it may be no call.
-        self._raw = ""
+        #: Characters since the whitespace before the marker, while they may be no call.
+        self._raw: list[str] = []
         self._num_before_call = 0
         self._is_list = False
         self._call = CallReader()
@@ -67,8 +73,8 @@ class CallsParser:
         elif self._state == self._in_broken:
             self._sink.arguments(self._held)
         elif self._state != self._after_call and not self._is_begun:
-            self._show(self._raw)
-        self._held = self._raw = ""
+            self._show("".join(self._raw))
+        self._held, self._raw = "", []
 
     def _show(self, text: str) -> None:
         if text:
@@ -81,6 +87,9 @@ class CallsParser:
             marker = self._held.lstrip()
             space = self._held[: len(self._held) - len(marker)]
             if not marker:
+                if len(self._held) > MAX_HELD_CHARS:
+                    self._show(self._held[0])
+                    self._held = self._held[1:]
                 return
             for opener in self._form.openers:
                 if marker == opener.marker:
@@ -96,15 +105,17 @@ class CallsParser:
             self._show(space + marker[0])
 
     def _open(self, opener: Opener, raw: str) -> None:
-        self._opener, self._raw, self._held = opener, raw, ""
+        self._opener, self._raw, self._held = opener, list(raw), ""
         self._num_before_call = len(raw)
         self._is_list = False
         self._state = self._in_opened
 
     def _in_opened(self, char: str) -> None:
         """Before a call's first character."""
-        self._raw += char
+        self._raw.append(char)
         if char.isspace():
+            if len(self._raw) > _MAX_UNDECIDED_CHARS:
+                self._take_back()
             return
         if char == "{":
             is_certain = self._opener.is_certain
@@ -119,7 +130,7 @@ class CallsParser:
             self._take_back()
 
     def _in_name(self, char: str) -> None:
-        self._raw += char
+        self._raw.append(char)
         if char != "{":
             self._held += char
             if len(self._held) > _MAX_NAMED_CHARS:
@@ -139,14 +150,14 @@ class CallsParser:
 
     def _in_call(self, char: str) -> None:
         if not self._is_begun:
-            self._raw += char
+            self._raw.append(char)
         self._read(char)
 
     def _read(self, char: str) -> None:
         call = self._call
         call.advance(char)
         if not self._is_begun and call.has_begun:
-            self._is_begun, self._is_start, self._raw = True, False, ""
+            self._is_begun, self._is_start, self._raw = True, False, []
             self._sink.begin_call(call.name or "")
         if self._is_begun and (text := call.take_arguments()):
             self._sink.arguments(text)
@@ -157,14 +168,15 @@ class CallsParser:
             self._state = self._in_broken
             self._held = ""
             self._in_broken(char)
-        elif call.is_wrong:
+        elif call.is_wrong or len(self._raw) > _MAX_UNDECIDED_CHARS:
             self._take_back()
 
     def _take_back(self) -> None:
         """Turns the opened text into content, because it is no call, and parses the rest again."""
-        num_shown = max(self._num_before_call, 1 + len(self._raw) - len(self._raw.lstrip()))
-        shown, rest = self._raw[:num_shown], self._raw[num_shown:]
-        self._raw = self._held = ""
+        raw = "".join(self._raw)
+        num_shown = max(self._num_before_call, 1 + len(raw) - len(raw.lstrip()))
+        shown, rest = raw[:num_shown], raw[num_shown:]
+        self._held, self._raw = "", []
         self._state = self._in_text
         self._show(shown)
         self.push(rest)
@@ -175,6 +187,8 @@ class CallsParser:
         # Small models write one brace too many.
         rest = self._held.lstrip("} \t\r\n") if closer else self._held.lstrip()
         if not rest:
+            if len(self._held) > MAX_HELD_CHARS:
+                self._end_call()
             return
         if closer and closer.startswith(rest):
             if rest == closer:
@@ -186,13 +200,17 @@ class CallsParser:
         elif rest == ("," if self._is_list else self._form.separator):
             self._continue()
         else:
-            held, self._held = self._held, ""
-            self._state = self._in_text
-            self.push(held)
+            self._end_call()
+
+    def _end_call(self) -> None:
+        """Reads the text after a call again as text."""
+        held, self._held = self._held, ""
+        self._state = self._in_text
+        self.push(held)
 
     def _continue(self) -> None:
         """Begins another call without a marker."""
-        self._raw, self._held, self._is_begun = self._held, "", False
+        self._raw, self._held, self._is_begun = list(self._held), "", False
         self._num_before_call = len(self._raw)
         self._state = self._in_opened
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from tandem_core.guide import Guide
 from tandem_core.model.tokenizer import Tokenizer
@@ -13,7 +13,7 @@ from tandem_gateway.request import ReceivedRequest
 from tandem_gateway.tools import detect
 from tandem_gateway.tools.choice import Mode, ToolChoice
 from tandem_gateway.tools.detect import FormatSetting
-from tandem_gateway.tools.grammar import Thinking, tool_guide
+from tandem_gateway.tools.grammar import Thinking, enforced_schemas, tool_guide
 from tandem_gateway.tools.reasoning import CLOSE, OPEN
 
 
@@ -44,12 +44,19 @@ class AnswerForms:
             guided=is_guided,
         )
 
-    def guide(self, choice: ToolChoice, content: Guide | None, prompt: Sequence[int]) -> Guide | None:
-        """The answer's grammar, if it needs one. `content`: the request's guide for an answer without calls.
-        Raises InvalidRequestError. May take 100 ms."""
+    async def guide(
+        self,
+        choice: ToolChoice,
+        content: Guide | None,
+        prompt: Sequence[int],
+        fault: Callable[[Guide], Awaitable[str]],
+    ) -> Guide | None:
+        """The answer's grammar, if it needs one. `content`: the request's guide for an answer without calls;
+        `fault`: why a guide cannot be used, or "". Raises InvalidRequestError."""
         is_required = choice.mode is Mode.REQUIRED
         if not choice.tools or not (is_required or content or any(tool.is_strict for tool in choice.tools)):
             return content
+        schemas = await enforced_schemas(choice.tools, fault, is_required=is_required)
         thinking = None
         if self._has_reasoning:
             opens = detect.opens_reasoning(self._tokenizer, prompt)
@@ -57,6 +64,7 @@ class AnswerForms:
         return tool_guide(
             self._format,
             choice.tools,
+            schemas,
             self._tokenizer.added_token_id,
             is_required=is_required,
             is_single=self._is_single or not choice.is_parallel,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+#: Characters held back while they may be whitespace next to a marker; earlier ones are shown.
+MAX_HELD_CHARS = 64
+
 
 @dataclass(frozen=True)
 class Opener:

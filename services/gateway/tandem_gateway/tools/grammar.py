@@ -12,14 +12,12 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tandem_core.errors import InvalidRequestError
-from tandem_core.guide import Guide, GuideKind
+from tandem_core.guide import MAX_GUIDE_BYTES, Guide, GuideKind
 from tandem_core.model.conversation import Json, Tool
-from tandem_core.model.guides import check_guide
 
 from tandem_gateway.errors import UnsupportedFieldError
 from tandem_gateway.tools.formats import ToolFormat
@@ -40,9 +38,41 @@ class Thinking(enum.Enum):
     OPENED = enum.auto()
 
 
+async def enforced_schemas(
+    tools: Sequence[Tool], fault: Callable[[Guide], Awaitable[str]], *, is_required: bool
+) -> list[Mapping[str, Json]]:
+    """The schema to enforce for each tool's arguments: any object if the tool is not strict and its own
+    schema need not or cannot be enforced. `fault`: why a guide cannot be used, or "".
+
+    Raises InvalidRequestError naming the tool whose schema cannot be enforced.
+    """
+    sources = [
+        json.dumps(tool.parameters, ensure_ascii=False) if tool.is_strict or is_required else ""
+        for tool in tools
+    ]
+    num_bytes = sum(len(source.encode()) for source in sources)
+    if num_bytes > MAX_GUIDE_BYTES:
+        raise InvalidRequestError(
+            "tools",
+            f"have {num_bytes} bytes of schemas to enforce, over the limit of {MAX_GUIDE_BYTES}; send fewer "
+            "or shorter ones, or make fewer strict",
+        )
+    schemas: list[Mapping[str, Json]] = []
+    for index, (tool, source) in enumerate(zip(tools, sources, strict=True)):
+        reason = await fault(Guide(GuideKind.JSON_SCHEMA, source)) if source else ""
+        if reason and tool.is_strict:
+            raise InvalidRequestError(
+                f"tools[{index}].function.parameters",
+                f"cannot be enforced ({reason}); change it, or leave out strict: true",
+            )
+        schemas.append({"type": "object", **tool.parameters} if source and not reason else _ANY_OBJECT)
+    return schemas
+
+
 def tool_guide(
     tool_format: ToolFormat,
     tools: Sequence[Tool],
+    schemas: Sequence[Mapping[str, Json]],
     token_id: Callable[[str], int | None],
     *,
     is_required: bool,
@@ -50,16 +80,14 @@ def tool_guide(
     content: Guide | None,
     thinking: Thinking | None,
 ) -> Guide:
-    """`token_id`: returns the id of a marker that is a single token; `content`: the guide without calls.
-
-    Raises InvalidRequestError naming the tool whose schema cannot be enforced.
+    """`schemas`: of the tools' arguments; `token_id`: returns the id of a marker that is a single token;
+    `content`: the guide without calls. Raises InvalidRequestError.
     """
     writer = _Writer(tool_format, token_id)
     syntax, marker = tool_format.syntax, tool_format.openers[0].marker
     heads, tail = [], writer.text(syntax.tail)
     for index, tool in enumerate(tools):
-        parameters = _enforced(f"tools[{index}].function.parameters", tool, is_required=is_required)
-        writer.rule(f"arguments_{index}", _json(parameters))
+        writer.rule(f"arguments_{index}", _json(schemas[index]))
         named = f'"name": {json.dumps(tool.name)}, "{syntax.arguments_key}": '
         heads.append(syntax.head + (tool.name + syntax.name_end if syntax.name_end else named))
     writer.choice("call", [f"{writer.text(h)} arguments_{i} {tail}" for i, h in enumerate(heads)])
@@ -89,34 +117,9 @@ def tool_guide(
             answer = f"(TEXT | text_and_marker rest{more} {end}{loose.alternative})"
     writer.rule("start", f"{writer.thinking(thinking)} {answer}")
     try:
-        return Guide(GuideKind.LARK, writer.source())
+        return Guide(GuideKind.LARK, writer.source(), "tools")
     except InvalidRequestError as error:
         raise InvalidRequestError("tools", f"are too long for a grammar: {error}") from error
-
-
-def _enforced(field: str, tool: Tool, *, is_required: bool) -> Mapping[str, Json]:
-    """The schema to enforce for the arguments: any object if the tool is not strict and its own schema need
-    not or cannot be enforced."""
-    if not (tool.is_strict or is_required):
-        return _ANY_OBJECT
-    fault = _fault(json.dumps(tool.parameters, ensure_ascii=False))
-    if fault and tool.is_strict:
-        raise InvalidRequestError(
-            field, f"cannot be enforced ({fault}); change it, or leave out strict: true"
-        )
-    if fault:
-        return _ANY_OBJECT
-    return {"type": "object", **tool.parameters}
-
-
-@lru_cache(maxsize=1024)
-def _fault(schema: str) -> str:
-    """Why the schema cannot be enforced; "" if it can."""
-    try:
-        check_guide(Guide(GuideKind.JSON_SCHEMA, schema))
-    except InvalidRequestError as error:
-        return str(error)
-    return ""
 
 
 def _json(schema: Mapping[str, Json]) -> str:

@@ -7,6 +7,7 @@ it is cut into pieces.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import re
@@ -45,8 +46,9 @@ class JsonScanner:
         self.at = _At.VALUE
         self._open: list[str] = []
         self._is_key = False
-        #: The current number, literal or \\u escape.
+        #: The current literal or \\u escape.
         self._word = ""
+        self._number: list[str] = []
 
     @property
     def depth(self) -> int:
@@ -71,9 +73,9 @@ class JsonScanner:
                 self.at = _At.STRING
         elif at is _At.NUMBER:
             if char in _NUMBER_CHARS:
-                self._word += char
+                self._number.append(char)
                 return
-            self.at = _At.AFTER_VALUE if _NUMBER.fullmatch(self._word) else _At.WRONG
+            self.at = _At.AFTER_VALUE if _NUMBER.fullmatch("".join(self._number)) else _At.WRONG
             self.advance(char)
         elif at is _At.LITERAL:
             self._word += char
@@ -111,6 +113,7 @@ class JsonScanner:
         if char == '"':
             return _At.STRING
         if char in "-0123456789":
+            self._number = [char]
             return _At.NUMBER
         return _At.LITERAL if char in "tfn" else _At.WRONG
 
@@ -122,7 +125,7 @@ class CallReader:
         self.name = name
         self.is_complete = False
         self.is_wrong = False
-        self._arguments = ""
+        self._arguments: list[str] = []
         self._scanner = JsonScanner()
 
     @property
@@ -132,8 +135,8 @@ class CallReader:
 
     def take_arguments(self) -> str:
         """The arguments' text since the last call."""
-        taken, self._arguments = self._arguments, ""
-        return taken
+        taken, self._arguments = self._arguments, []
+        return "".join(taken)
 
     def advance(self, char: str) -> None:
         """Reads the next character of the arguments. Do not call it after the end."""
@@ -142,7 +145,7 @@ class CallReader:
         self.is_wrong = self._scanner.at is _At.WRONG
         self.is_complete = self._scanner.at is _At.END
         if not self.is_wrong and (was_inside or self._scanner.depth):
-            self._arguments += self._shown(char)
+            self._arguments.append(self._shown(char))
 
     def _shown(self, char: str) -> str:
         """The character, escaped if it is a control character in a string."""
@@ -164,7 +167,7 @@ class CallObjectReader(CallReader):
         self._has_name_first = has_name_first
         self._key: str | None = None
         #: Text of the current key or value at the first level; None outside of them.
-        self._text: str | None = None
+        self._text: list[str] | None = None
         self._shows = False
         self._has_arguments = False
 
@@ -178,9 +181,9 @@ class CallObjectReader(CallReader):
         if depth_before == 1 and before is _At.NUMBER and scanner.at is not _At.NUMBER:
             self._end_value()
         elif depth_before == 1 and before in (_At.KEY, _At.FIRST_KEY) and scanner.at is _At.STRING:
-            self._text = char
+            self._text = [char]
         elif depth_before == 1 and before is _At.VALUE and scanner.at is not _At.VALUE:
-            self._text = ""
+            self._text = []
             self._shows = self._key in _ARGUMENTS and not self._has_arguments and scanner.depth == 2
             self._has_arguments |= self._key in _ARGUMENTS
             self._add(char)
@@ -192,7 +195,7 @@ class CallObjectReader(CallReader):
                 self._end_value()
         if scanner.at is _At.END and not self.is_wrong:
             if not self._has_arguments:
-                self._arguments += "{}"
+                self._arguments.append("{}")
             self.is_complete = True
             self.is_wrong = not self.name
 
@@ -202,19 +205,23 @@ class CallObjectReader(CallReader):
 
     def _add(self, char: str) -> None:
         if self._shows:
-            self._arguments += self._shown(char)
-        else:
-            self._text = (self._text or "") + self._shown(char)
+            self._arguments.append(self._shown(char))
+        elif self._text is not None:
+            self._text.append(self._shown(char))
+
+    def _taken_text(self) -> str:
+        text, self._text = "".join(self._text or ()), None
+        return text
 
     def _end_key(self) -> None:
-        self._key, self._text = json.loads(self._text or '""'), None
+        self._key = json.loads(self._taken_text())
         allowed = ("name", *_ARGUMENTS, *_OTHER_KEYS)
         is_late = self._has_name_first and self.name is None and self._key != "name"
         if self._known is not None and (self._key not in allowed or is_late):
             self.is_wrong = True
 
     def _end_value(self) -> None:
-        text, self._text = self._text or "", None
+        text = self._taken_text()
         if self._key == "name" and self.name is None:
             value = json.loads(text) if text.startswith('"') else None
             if not value or (self._known is not None and value not in self._known):
@@ -222,17 +229,16 @@ class CallObjectReader(CallReader):
             else:
                 self.name = value
         elif self._key in _ARGUMENTS and not self._shows:
-            self._arguments += _as_object(text)
+            self._arguments.append(_as_object(text))
         self._shows = False
 
 
 def _as_object(text: str) -> str:
     """Arguments as an object, if they are JSON in a string, or null."""
-    value = json.loads(text)
-    if isinstance(value, str):
-        try:
-            if isinstance(json.loads(value), dict):
-                return value
-        except (ValueError, RecursionError):
-            pass
-    return text if value else "{}"
+    with contextlib.suppress(ValueError, RecursionError):  # also of numbers with thousands of digits
+        value = json.loads(text)
+        if not value:
+            return "{}"
+        if isinstance(value, str) and isinstance(json.loads(value), dict):
+            return value
+    return text

@@ -1,10 +1,13 @@
 """Separates reasoning from the answer: `<think>...</think>` at the beginning of the text.
 
 Some templates put the opening marker into the prompt; then the text begins inside. Whitespace around the
-markers belongs to neither side. Without the closing marker the whole text is reasoning.
+markers belongs to neither side, up to MAX_HELD_CHARS before one. Without the closing marker the whole text is
+reasoning.
 """
 
 from __future__ import annotations
+
+from tandem_gateway.tools.formats import MAX_HELD_CHARS
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -18,21 +21,23 @@ class ReasoningSplitter:
 
     def push(self, text: str) -> tuple[str, str]:
         """Returns the new reasoning and the new rest."""
-        reasoning, rest = "", ""
+        reasoning: list[str] = []
+        rest: list[str] = []
         for index, char in enumerate(text):
             if self._has_ended and not self._is_start:
-                return reasoning, rest + text[index:]
-            self._held += char
+                rest.append(text[index:])
+                break
             if self._has_ended:
-                self._held = self._held.lstrip()
-                if self._held:
+                if not char.isspace():
                     self._is_start = False
-                    rest, self._held = rest + self._held, ""
-            elif self._is_inside:
-                reasoning += self._inside()
+                    rest.append(char)
+                continue
+            self._held += char
+            if self._is_inside:
+                reasoning.append(self._inside())
             else:
-                rest += self._before()
-        return reasoning, rest
+                rest.append(self._before())
+        return "".join(reasoning), "".join(rest)
 
     def finish(self) -> tuple[str, str]:
         held, self._held = self._held, ""
@@ -49,6 +54,8 @@ class ReasoningSplitter:
             self._has_ended, self._is_start = True, False
             held, self._held = self._held, ""
             return held
+        elif len(self._held) > MAX_HELD_CHARS:
+            return self._first_held()
         return ""
 
     def _inside(self) -> str:
@@ -61,6 +68,8 @@ class ReasoningSplitter:
             elif marker == CLOSE:
                 self._has_ended, self._is_start, self._held = True, True, ""
             if CLOSE.startswith(marker) or not self._held:
+                if len(self._held) > MAX_HELD_CHARS:
+                    shown += self._first_held()
                 break
             num_space = len(self._held) - len(marker)
             shown += "" if self._is_start else self._held[:num_space]
@@ -68,3 +77,7 @@ class ReasoningSplitter:
             self._is_start = False
             self._held = marker[1:]
         return shown
+
+    def _first_held(self) -> str:
+        first, self._held = self._held[0], self._held[1:]
+        return first

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
-from tandem_core.errors import InvalidRequestError, quoted
+from tandem_core.errors import MAX_FIELD_CHARS, InvalidRequestError, quoted
 from tandem_core.model.conversation import Json
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
@@ -21,6 +21,7 @@ _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "de
 
 def check_well_formed(where: str, schema: Json) -> None:
     """Raises InvalidRequestError naming the part of field `where` that is not a schema."""
+    where = where[: MAX_FIELD_CHARS + 1]  # long names must not be copied for each part below them
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
