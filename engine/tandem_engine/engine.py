@@ -63,7 +63,7 @@ class StepOutput:
     #: Position in the draft of each verified draft token.
     drafted_positions: tuple[int, ...] = ()
     #: Why the request ended without an answer.
-    error: InvalidRequestError | None = None
+    error: Exception | None = None
     #: Log probabilities of the prompt, if requested; with the first token.
     prompt_logprobs: PromptLogprobs | None = None
     #: The texts that a beam search found, the best first, when it has ended; its steps emit no tokens.
@@ -240,6 +240,7 @@ class Engine:
         # Such a step says nothing about what prompts cost: it computes logits for each of their tokens.
         is_scoring = any(s.scored_positions for s in batch.sequences)
         listener = self.layer_listener
+        masks = self._verifier.start_masks(batch)
         computed = self._runner.execute(
             batch, (lambda layer: listener(batch, layer)) if listener is not None else None, _score_prompt
         )
@@ -247,9 +248,12 @@ class Engine:
         if logits.device.type != "cpu" and batch.num_logits_rows:
             sampling = [s for s in batch.sequences if s.samples]
             results = read_back(sampling, logits, NUM_LIKELIEST if self._drafter is not None else 0)
-        verified = self._verifier.verify(batch, logits, results, computed.most_likely)
+        verified = self._verifier.verify(batch, logits, results, computed.most_likely, masks)
         self._runner.compact(batch, [v.path for v in verified])
-        updates = self._end_failed(verified, self.scheduler.update(batch, verified))
+        for sequence, seen in zip([s for s in batch.sequences if s.samples], verified, strict=True):
+            if seen.error is not None:
+                self.scheduler.abort(sequence.request.request_id)
+        updates = self.scheduler.update(batch, verified)
         outputs = self._outputs(batch, verified, updates)
         ended = time.perf_counter()
         self._account(batch, outputs, is_scoring, ended - began, ended - drafted)
@@ -315,18 +319,6 @@ class Engine:
                 )
             )
         return outputs
-
-    def _end_failed(
-        self, verified: Sequence[Verified], updates: Sequence[RequestUpdate]
-    ) -> list[RequestUpdate]:
-        """The updates; of requests for which no token could be chosen without one."""
-        result = []
-        for seen, done in zip(verified, updates, strict=True):
-            if seen.error is not None:
-                self.scheduler.abort(done.request.request_id)
-                done = replace(done, new_token_ids=(), finished=True)
-            result.append(done)
-        return result
 
     def _learn(
         self,
