@@ -70,8 +70,8 @@ class LogitsError(TandemError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the model computed NaN or infinite logits for this text; shorten or change the prompt, or serve the "
-            "model with --dtype float32"
+            "the model computed NaN or infinite logits for this text; shorten or change the prompt, or serve "
+            "the model with --dtype float32"
         )
 
 

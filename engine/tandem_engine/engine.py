@@ -139,6 +139,9 @@ class Engine:
         self.tokens_per_step = TokensPerStep()
         #: The end of the last step, if there was work for another one.
         self._went_on_at: float | None = None
+        self._work_done = 0
+        #: Requests whose work is under way.
+        self._under_way: frozenset[str] = frozenset()
         self._violations: tuple[str, ...] = ()
         self._runner = runner
         self._verifier = verifier
@@ -218,6 +221,15 @@ class Engine:
             self._violations,
         )
 
+    def work_done(self) -> int:
+        """Changes while a step goes on outside of the model; any thread may ask."""
+        return self._work_done + self._verifier.work_done
+
+    def is_under_way(self, request_id: str) -> bool:
+        """Whether the work that a step does now is, or may be, this request's; any thread may ask."""
+        verified = self._verifier.verified_request_id
+        return request_id == verified if verified else request_id in self._under_way
+
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
@@ -230,10 +242,12 @@ class Engine:
         # What lies between two steps, such as handing out tokens, delays the next tokens as much as a step.
         began, self._went_on_at = self._went_on_at or time.perf_counter(), None
         self._draft()
+        self._work_done += 1
         drafted = time.perf_counter()
         batch = self.scheduler.schedule(self._max_prompt_tokens())
         if batch is None:
             return []
+        self._under_way = frozenset([s.request.request_id for s in batch.sequences])
         for sequence in batch.sequences:
             if sequence.request.first_scheduled_ns is None:
                 sequence.request.first_scheduled_ns = time.monotonic_ns()
@@ -242,7 +256,9 @@ class Engine:
         listener = self.layer_listener
         masks = self._verifier.start_masks(batch)
         computed = self._runner.execute(
-            batch, (lambda layer: listener(batch, layer)) if listener is not None else None, _score_prompt
+            batch,
+            (lambda layer: listener(batch, layer)) if listener is not None else None,
+            self._score_prompt,
         )
         logits, results = computed.values, None
         if logits.device.type != "cpu" and batch.num_logits_rows:
@@ -250,6 +266,7 @@ class Engine:
             results = read_back(sampling, logits, NUM_LIKELIEST if self._drafter is not None else 0)
         verified = self._verifier.verify(batch, logits, results, computed.most_likely, masks)
         self._runner.compact(batch, [v.path for v in verified])
+        self._work_done += 1
         for sequence, seen in zip([s for s in batch.sequences if s.samples], verified, strict=True):
             if seen.error is not None:
                 self.scheduler.abort(sequence.request.request_id)
@@ -261,6 +278,7 @@ class Engine:
             self._went_on_at = ended
         likeliest = results.likeliest if results is not None else None
         self._learn(batch, verified, updates, likeliest or logits)
+        self._under_way = frozenset()
         return outputs
 
     def adopted(self, update: RequestUpdate) -> StepOutput:
@@ -293,6 +311,14 @@ class Engine:
         trees = self._drafter.propose(decoding, self._max_draft_nodes, share)
         for request, tree in zip(decoding, trees, strict=True):
             request.draft = tree
+
+    def _score_prompt(self, sequence: ScheduledSequence, first: int, logits: Tensor) -> None:
+        """Adds the prompt's log probabilities under the logits [n, V] of positions first, first + 1, ..."""
+        self._work_done += 1
+        request = sequence.request
+        if request.prompt_scores is not None:
+            next_ids = request.prompt_token_ids[first + 1 : first + 1 + len(logits)]
+            request.prompt_scores.add(first, prompt_logprobs(logits, next_ids, request.prompt_scores.num_top))
 
     def _outputs(
         self, batch: Batch, verified: Sequence[Verified], updates: Sequence[RequestUpdate]
@@ -374,14 +400,6 @@ class Engine:
 
 def _tightest_token_s(requests: Sequence[Request]) -> float:
     return min([request.token_s for request in requests if request.token_s], default=math.inf)
-
-
-def _score_prompt(sequence: ScheduledSequence, first: int, logits: Tensor) -> None:
-    """Adds the prompt's log probabilities under the logits [n, V] of positions first, first + 1, ..."""
-    request = sequence.request
-    if request.prompt_scores is not None:
-        next_ids = request.prompt_token_ids[first + 1 : first + 1 + len(logits)]
-        request.prompt_scores.add(first, prompt_logprobs(logits, next_ids, request.prompt_scores.num_top))
 
 
 def _delivered_scores(done: RequestUpdate) -> PromptLogprobs | None:

@@ -2,8 +2,8 @@
 
 The work is llguidance's: a lexer of derivatives and an Earley parser walk the vocabulary's trie, without a
 table over all states, so compiling takes milliseconds and a mask some hundred microseconds. Here are its
-options, its limits and the errors. The limits count steps instead of time, so each machine accepts and refuses
-the same guides. Pods also limit the time of masks (tandem_engine/guided.py).
+options, its limits and the errors. The limits count steps instead of time, so each machine accepts and
+refuses the same guides. Pods also limit the time of masks (tandem_engine/guided.py).
 """
 
 from __future__ import annotations

@@ -72,6 +72,8 @@ class Verifier:
         self.custom = custom
         #: Changes with each sequence.
         self.work_done = 0
+        #: "": none is being verified.
+        self.verified_request_id = ""
         self._workers = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="guide")
 
     def start_masks(self, batch: Batch) -> StepMasks:
@@ -123,6 +125,7 @@ class Verifier:
             self.work_done += 1
             end_row = first_row + sequence.num_logits_rows
             request = sequence.request
+            self.verified_request_id = request.request_id
             search = request.search
             try:
                 if search is not None:
@@ -147,6 +150,7 @@ class Verifier:
             except Exception as error:
                 verified.append(replace(_NO_RESULT, error=error))
             first_row = end_row
+        self.verified_request_id = ""
         return verified
 
 
@@ -154,9 +158,7 @@ class Verifier:
 _NO_RESULT = Verified((0,), (0,), (), ())
 
 
-def _fill_masks(
-    guided: Sequence[tuple[ScheduledSequence, GuideState]], masks: StepMasks
-) -> None:
+def _fill_masks(guided: Sequence[tuple[ScheduledSequence, GuideState]], masks: StepMasks) -> None:
     """For sequences with the same guide, one after the other: see guided.py."""
     for sequence, state in guided:
         request, future = sequence.request, masks[sequence.request.request_id]
