@@ -308,6 +308,8 @@ def measure_costs(model_dir: Path) -> list[list[str]]:
             start = time.perf_counter()
             (mask,) = state.masks(text)
             mask_s.append(time.perf_counter() - start)
+            if mask is None:
+                break
             allowed = np.unpackbits(mask, count=manifest.vocab_size, bitorder="little").nonzero()[0]
             token_id = int(allowed[choices.randrange(len(allowed))])
             if token_id in manifest.eos_token_ids:

@@ -5,8 +5,8 @@
     engine's thread   verification chooses by the masks
 
 The state is a function of the output, so another pod can make it anew. No two threads use a state, or two
-states of one guide, at the same time: copies of a matcher share their lexer behind a lock, and some calls wait
-for it while they hold the GIL.
+states of one guide, at the same time: copies of a matcher share their lexer behind a lock, and some calls
+wait for it while they hold the GIL.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class GuideState:
         if self._credit_s < 0:
             raise InvalidRequestError(
                 "guide",
-                f"takes {1000 * self._mask_s:.0f} ms per token, more than the {1000 * _MASK_S:.0f} ms that it "
-                "may take on average; use fewer or shorter alternatives and repetitions",
+                f"takes {1000 * self._mask_s:.0f} ms per token, but may take {1000 * _MASK_S:.0f} ms on "
+                "average; use fewer or shorter alternatives and repetitions",
             )
 
     def _begin_anew(self) -> None:

@@ -31,8 +31,8 @@ from tandem_engine.sampling.sampler import draw_parameters
 class StepResults:
     """What the host gets of a step's logits."""
 
-    #: A token per row, -1 for one that holds NaN or +inf; without meaning for requests that are sampled on the
-    #: host.
+    #: A token per row, -1 for one that holds NaN or +inf; without meaning for requests that are sampled on
+    #: the host.
     token_ids: list[int]
     #: By index among the sequences that sample: the logits of those whose rows come whole.
     rows: dict[int, Tensor]

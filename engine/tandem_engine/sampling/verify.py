@@ -100,8 +100,8 @@ class Verifier:
 
         results: what was read back of logits on a device. There all nodes of a draft are decided beforehand;
         on the host only nodes that are visited are worth the time. most_likely: the token of each row's
-        largest logit, -1 for a row that holds NaN or +inf; None: not known. masks: from `start_masks`. Must be
-        called before the step's tokens are added to the requests.
+        largest logit, -1 for a row that holds NaN or +inf; None: not known. masks: from `start_masks`. Must
+        be called before the step's tokens are added to the requests.
         """
         if logits.ndim != 2 or logits.shape[0] != batch.num_logits_rows:
             raise InvariantError(
@@ -186,8 +186,8 @@ def _verify_sequence(
     custom: LogitsProcessors,
 ) -> Verified:
     """rows [n, V] raw logits on the host, one per node, None if unused; choices [n] if they are decided
-    already; masks [n] of a request with a guide. Raises LogitsError, and InvalidRequestError if a custom logits
-    processor fails.
+    already; masks [n] of a request with a guide. Raises LogitsError, and InvalidRequestError if a custom
+    logits processor fails.
     """
     request = sequence.request
     num_present = 1 if sequence.draft is not None else sequence.num_new_tokens

@@ -1,8 +1,8 @@
 """Detects an engine whose thread hangs: it neither waits for work nor makes progress.
 
 The compiled CPU kernels count their work, some columns of a product at a time, and the engine counts the
-sequences that it verifies and the prompts' rows that it scores. So a second without progress is a hang for any
-model and request. Without these kernels a step of the model is one unit, which takes far longer.
+sequences that it verifies and the prompts' rows that it scores. So a second without progress is a hang for
+any model and request. Without these kernels a step of the model is one unit, which takes far longer.
 
     stuck     the pod is NOT_SERVING, ends its streams with UNAVAILABLE and takes no new ones
     for 10 s  the process ends, so that its supervisor starts another
