@@ -128,6 +128,8 @@ class Verifier:
             self.verified_request_id = request.request_id
             search = request.search
             try:
+                if request.prompt_scores is not None and request.prompt_scores.error is not None:
+                    raise request.prompt_scores.error
                 if search is not None:
                     if sequence.beam == 0:
                         num_beams = search.num_running
