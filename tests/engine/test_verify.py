@@ -362,6 +362,24 @@ class Guide:
         return [everything if has_mask else None for has_mask in self.has_mask]
 
 
+class Panic(BaseException):
+    """As of pyo3, for a panic in Rust."""
+
+
+def test_a_guide_that_fails_is_the_error_of_its_sequence() -> None:
+    def panics(*_: object) -> None:
+        raise Panic("in Rust")
+
+    params = dataclasses.replace(GREEDY, guide=guide.Guide(guide.GuideKind.REGEX, ".*"))
+    failing, good = Guide([True]), Guide([True])
+    failing.masks = panics
+    requests = [Request(str(n), list(PROMPT), params, guide=state) for n, state in enumerate((failing, good))]
+    logits = ALWAYS_4[:2]
+    first, second = Verifier().verify(Batch(tuple(scheduled(one, None) for one in requests)), logits)
+    assert "in Rust" in str(first.error)
+    assert (second.error, second.token_ids) == (None, (4,))
+
+
 @pytest.mark.parametrize("num_masks", [1, 2, 4])
 def test_the_walk_stops_before_a_node_without_a_mask(num_masks: int) -> None:
     params = dataclasses.replace(GREEDY, guide=guide.Guide(guide.GuideKind.REGEX, ".*"))

@@ -166,8 +166,8 @@ def _fill_masks(guided: Sequence[tuple[ScheduledSequence, GuideState]], masks: S
         request, future = sequence.request, masks[sequence.request.request_id]
         try:
             future.set_result(state.masks(request.output_token_ids, sequence.draft, request.eos_token_ids))
-        except BaseException as error:
-            future.set_exception(error)
+        except BaseException as error:  # panics of libraries in Rust are no Exceptions
+            future.set_exception(error if isinstance(error, Exception) else InvariantError(repr(error)))
 
 
 def _argmax(logits: Tensor) -> list[int]:
