@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from api_schemas import BY_HAND
 from exactness import (
@@ -300,16 +301,21 @@ def measure_costs(model_dir: Path) -> list[list[str]]:
         guide = guide_of(schema)
         timed(check_s, lambda guide=guide: check_guide(guide))
         timed(compile_s, lambda guide=guide: compiler.matcher(guide))
-        state = GuideState(compiler.matcher(guide))
+        state = GuideState(compiler, guide)
+        text: list[int] = []
         choices = random.Random(number)
         for _ in range(200):
             start = time.perf_counter()
-            allowed = state.allowed(manifest.vocab_size).nonzero()[0]
+            (mask,) = state.masks(text)
             mask_s.append(time.perf_counter() - start)
+            if mask is None:
+                break
+            allowed = np.unpackbits(mask, count=manifest.vocab_size, bitorder="little").nonzero()[0]
             token_id = int(allowed[choices.randrange(len(allowed))])
             if token_id in manifest.eos_token_ids:
                 break
-            timed(follow_s, lambda state=state, token_id=token_id: state.consume(token_id))
+            text.append(token_id)
+            timed(follow_s, lambda state=state, text=text: state.follow(text))
             timed(draft_s, lambda state=state: state.draft(None, 16))
     return [
         ["check at the gateway, per schema", str(len(check_s)), *quantiles(check_s)],

@@ -6,7 +6,8 @@ import enum
 
 #: Seconds until the first token of a request without objectives is due.
 DEFAULT_DUE_S = 60.0
-#: Crashes with one request after which gateways and decode pods consider it the cause.
+#: Crashes with one request after which gateways and decode pods consider it the cause. Gateways allow
+#: one more if other requests may be the cause (tandem_gateway/call/suspects.py).
 MAX_CRASHES = 2
 
 

@@ -7,6 +7,7 @@ TandemError
 ├── TransferError            a KV transfer failed; the request is retried elsewhere (decode pods UNAVAILABLE,
 │   │                        prefill pods ABORTED)
 │   └── LayoutMismatchError  the two pods' KV layouts differ (FAILED_PRECONDITION)
+├── LogitsError              the model's numbers for one text overflowed (INTERNAL)
 └── InvariantError           our own bug: a part broke its contract
 """
 
@@ -64,6 +65,16 @@ class CapacityError(TandemError):
 
 class TransferError(TandemError):
     """A KV transfer did not complete."""
+
+
+class LogitsError(TandemError):
+    """The model gives no distribution for the next token of one text."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model computed NaN or infinite logits for this text; shorten or change the prompt, or serve "
+            "the model with --dtype float32"
+        )
 
 
 class LayoutMismatchError(TransferError):

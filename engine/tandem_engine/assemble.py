@@ -91,7 +91,7 @@ class EngineParts:
     def guide_state(self, guide: Guide | None) -> GuideState | None:
         """Guide state of a new request. Raises InvalidRequestError. Takes up to 100 ms: not on an event
         loop."""
-        return None if guide is None else GuideState(self.guides.matcher(guide))
+        return None if guide is None else GuideState(self.guides, guide)
 
 
 def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> EngineParts:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from tandem_core.beams import BeamParams, EarlyStopping
-from tandem_core.errors import InvariantError
+from tandem_core.errors import InvariantError, LogitsError
 from tandem_core.sampling import TokenLogprobs
 
 LogProbs = npt.NDArray[np.float32]
@@ -122,7 +122,7 @@ class BeamSearch:
         """Advances by one token. log_probs [num_running, V] float32: natural logarithms of the probabilities
         of the next token of each running beam.
 
-        Raises InvariantError when they hold NaN.
+        Raises LogitsError when they hold NaN.
         """
         if self.is_done or log_probs.shape[0] != len(self._running):
             raise InvariantError(
@@ -179,7 +179,7 @@ class BeamSearch:
 
 def largest(values: LogProbs, count: int) -> npt.NDArray[np.int64]:
     """Indices of the `count` largest of values [n], or of all if there are fewer, the largest first; equal
-    ones by index. Raises InvariantError when they hold NaN.
+    ones by index. Raises LogitsError when they hold NaN.
     """
     num_columns = len(values) // _COLUMN
     if num_columns <= count:
@@ -189,6 +189,6 @@ def largest(values: LogProbs, count: int) -> npt.NDArray[np.int64]:
         columns = values[: num_columns * _COLUMN].reshape(_COLUMN, num_columns).max(0)
         indices = np.flatnonzero(values >= np.partition(columns, -count)[-count])
     if np.isnan(values.max(initial=-np.inf)):
-        raise InvariantError("cannot search: the probabilities hold NaN")
+        raise LogitsError
     order = np.argsort(-values[indices], kind="stable")
     return indices[order[:count]]

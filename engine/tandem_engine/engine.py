@@ -29,6 +29,7 @@ from tandem_engine.beam_search import Hypothesis, num_candidates
 from tandem_engine.block_manager import BlockManager, BlockUsage
 from tandem_engine.draft_source import NUM_LIKELIEST, DraftSource, Emitted, Likeliest
 from tandem_engine.draft_tree import MAX_TREE_NODES
+from tandem_engine.prompt_scores import PromptScores
 from tandem_engine.request import Request
 from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.device import read_back
@@ -42,8 +43,14 @@ _LEAST_CHUNK = 32
 #: Share of the time that objectives per token leave which drafts may use while prompts wait; unlike prompts,
 #: drafts may be rejected.
 _SHARE_WITH_PROMPTS = 0.5
+#: Weight of the newest step in the mean time of a position with log probabilities.
+_NEWEST_SCORE = 0.25
+#: Limit of that time relative to a prompt token's, because a pause of the process must not slow down prompts.
+_MAX_SCORE_WEIGHT = 8.0
 #: Lengths in tokens of the synthetic prompts and outputs that measure step costs.
 _MEASURED_PROMPTS, _MEASURED_OUTPUT = (64, 256), 6
+#: Most likely tokens that each position of a synthetic prompt with log probabilities lists.
+_MEASURED_TOP = 20
 #: Sequences that then decode together, and the length of their prompts: the cost of a batch cannot be derived
 #: from one sequence.
 _MEASURED_BATCH, _MEASURED_BATCH_PROMPT = 8, 16
@@ -63,7 +70,7 @@ class StepOutput:
     #: Position in the draft of each verified draft token.
     drafted_positions: tuple[int, ...] = ()
     #: Why the request ended without an answer.
-    error: InvalidRequestError | None = None
+    error: Exception | None = None
     #: Log probabilities of the prompt, if requested; with the first token.
     prompt_logprobs: PromptLogprobs | None = None
     #: The texts that a beam search found, the best first, when it has ended; its steps emit no tokens.
@@ -136,9 +143,14 @@ class Engine:
         self.decode_times = StepTimes(DECODE_TERMS)
         #: Times of steps that compute prompts.
         self.prefill_times = StepTimes()
+        #: Seconds that a step takes longer per position of a prompt whose log probabilities it computes.
+        self._score_s = 0.0
         self.tokens_per_step = TokensPerStep()
         #: The end of the last step, if there was work for another one.
         self._went_on_at: float | None = None
+        self._work_done = 0
+        #: Requests whose work is under way.
+        self._under_way: frozenset[str] = frozenset()
         self._violations: tuple[str, ...] = ()
         self._runner = runner
         self._verifier = verifier
@@ -162,17 +174,24 @@ class Engine:
                 self._compute([max(1, min(part, most))], num_output)
         if decodes and most >= _MEASURED_BATCH * (_MEASURED_BATCH_PROMPT + num_output):
             self._compute([_MEASURED_BATCH_PROMPT] * min(_MEASURED_BATCH, config.max_batch), num_output)
+        if decodes:  # prefill pods compute no log probabilities
+            self._compute([max(2, min(_MEASURED_PROMPTS[0], most))], 1, num_top=_MEASURED_TOP)
         self._drafter, blocks.enable_prefix_caching = drafter, caches
         for times in (self.prefill_times, self.decode_times):
             times.expect_load(slowed_by)
         # Discards the tokens per step, because these sequences had no drafts.
         self.tokens_per_step = TokensPerStep()
 
-    def _compute(self, prompt_lengths: Sequence[int], num_output: int) -> None:
-        """Runs synthetic requests until all have ended."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+    def _compute(self, prompt_lengths: Sequence[int], num_output: int, num_top: int | None = None) -> None:
+        """Runs synthetic requests until all have ended. num_top: of the prompts' log probabilities; None: no
+        log probabilities."""
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=num_output, ignore_eos=True, prompt_logprobs=num_top
+        )
         for index, num_tokens in enumerate(prompt_lengths):
-            self.add(Request(f"costs-{index}", [0] * num_tokens, sampling))
+            prompt = [0] * num_tokens
+            scores = PromptScores.wanted(prompt, sampling)
+            self.add(Request(f"costs-{index}", prompt, sampling, prompt_scores=scores))
         while self.has_work():
             self.step()
 
@@ -218,6 +237,15 @@ class Engine:
             self._violations,
         )
 
+    def work_done(self) -> int:
+        """Changes while a step goes on outside of the model; any thread may ask."""
+        return self._work_done + self._verifier.work_done
+
+    def is_under_way(self, request_id: str) -> bool:
+        """Whether the work that a step does now is, or may be, this request's; any thread may ask."""
+        verified = self._verifier.verified_request_id
+        return request_id == verified if verified else request_id in self._under_way
+
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
@@ -230,33 +258,42 @@ class Engine:
         # What lies between two steps, such as handing out tokens, delays the next tokens as much as a step.
         began, self._went_on_at = self._went_on_at or time.perf_counter(), None
         self._draft()
+        self._work_done += 1
         drafted = time.perf_counter()
-        batch = self.scheduler.schedule(self._max_prompt_tokens())
+        batch = self.scheduler.schedule(self._max_prompt_tokens(), self._score_weight())
         if batch is None:
             return []
+        self._under_way = frozenset([s.request.request_id for s in batch.sequences])
         for sequence in batch.sequences:
             if sequence.request.first_scheduled_ns is None:
                 sequence.request.first_scheduled_ns = time.monotonic_ns()
-        # Such a step says nothing about what prompts cost: it computes logits for each of their tokens.
-        is_scoring = any(s.scored_positions for s in batch.sequences)
+        num_scored = sum([len(s.scored_positions) for s in batch.sequences])
         listener = self.layer_listener
+        masks = self._verifier.start_masks(batch)
         computed = self._runner.execute(
-            batch, (lambda layer: listener(batch, layer)) if listener is not None else None, _score_prompt
+            batch,
+            (lambda layer: listener(batch, layer)) if listener is not None else None,
+            self._score_prompt,
         )
         logits, results = computed.values, None
         if logits.device.type != "cpu" and batch.num_logits_rows:
             sampling = [s for s in batch.sequences if s.samples]
             results = read_back(sampling, logits, NUM_LIKELIEST if self._drafter is not None else 0)
-        verified = self._verifier.verify(batch, logits, results, computed.most_likely)
+        verified = self._verifier.verify(batch, logits, results, computed.most_likely, masks)
         self._runner.compact(batch, [v.path for v in verified])
-        updates = self._end_failed(verified, self.scheduler.update(batch, verified))
+        self._work_done += 1
+        for sequence, seen in zip([s for s in batch.sequences if s.samples], verified, strict=True):
+            if seen.error is not None:
+                self.scheduler.abort(sequence.request.request_id)
+        updates = self.scheduler.update(batch, verified)
         outputs = self._outputs(batch, verified, updates)
         ended = time.perf_counter()
-        self._account(batch, outputs, is_scoring, ended - began, ended - drafted)
+        self._account(batch, outputs, num_scored, ended - began, ended - drafted)
         if self.has_work():
             self._went_on_at = ended
         likeliest = results.likeliest if results is not None else None
         self._learn(batch, verified, updates, likeliest or logits)
+        self._under_way = frozenset()
         return outputs
 
     def adopted(self, update: RequestUpdate) -> StepOutput:
@@ -278,6 +315,11 @@ class Engine:
         num_rows = sum([1 + (len(r.draft) if r.draft is not None else 0) for r in decoding])
         return max(_LEAST_CHUNK, int((tightest - cost.per_step) / cost.per_token) - num_rows)
 
+    def _score_weight(self) -> float:
+        """Time of a prompt token with log probabilities, relative to one without."""
+        cost = self.prefill_times.cost()
+        return min(1.0 + self._score_s / cost.per_token, _MAX_SCORE_WEIGHT) if cost.per_token else 1.0
+
     def _draft(self) -> None:
         if self._drafter is None:
             return
@@ -289,6 +331,18 @@ class Engine:
         trees = self._drafter.propose(decoding, self._max_draft_nodes, share)
         for request, tree in zip(decoding, trees, strict=True):
             request.draft = tree
+
+    def _score_prompt(self, sequence: ScheduledSequence, first: int, logits: Tensor) -> None:
+        """Adds the prompt's log probabilities under the logits [n, V] of positions first, first + 1, ..."""
+        self._work_done += 1
+        request, scores = sequence.request, sequence.request.prompt_scores
+        if scores is None or scores.error is not None:
+            return
+        next_ids = request.prompt_token_ids[first + 1 : first + 1 + len(logits)]
+        try:
+            scores.add(first, prompt_logprobs(logits, next_ids, scores.num_top))
+        except Exception as error:
+            scores.fail(error)
 
     def _outputs(
         self, batch: Batch, verified: Sequence[Verified], updates: Sequence[RequestUpdate]
@@ -315,18 +369,6 @@ class Engine:
                 )
             )
         return outputs
-
-    def _end_failed(
-        self, verified: Sequence[Verified], updates: Sequence[RequestUpdate]
-    ) -> list[RequestUpdate]:
-        """The updates; of requests for which no token could be chosen without one."""
-        result = []
-        for seen, done in zip(verified, updates, strict=True):
-            if seen.error is not None:
-                self.scheduler.abort(done.request.request_id)
-                done = replace(done, new_token_ids=(), finished=True)
-            result.append(done)
-        return result
 
     def _learn(
         self,
@@ -356,7 +398,7 @@ class Engine:
         self,
         batch: Batch,
         outputs: Sequence[StepOutput],
-        is_scoring: bool,
+        num_scored: int,
         turn_s: float,
         step_s: float,
     ) -> None:
@@ -375,21 +417,17 @@ class Engine:
                 self.tokens_per_step.observe(len(sequences), gained)
             if self._drafter is not None:
                 self._drafter.observe_step(len(sequences), context, drafted, step_s)
-        elif not is_scoring:
-            pairs = sum([s.num_new_tokens * (2 * s.start + s.num_new_tokens) for s in sequences]) // 2
+            return
+        pairs = sum([s.num_new_tokens * (2 * s.start + s.num_new_tokens) for s in sequences]) // 2
+        if not num_scored:
             self.prefill_times.observe(batch.num_tokens, pairs, turn_s)
+        elif (cost := self.prefill_times.cost()).is_known:
+            score_s = max(turn_s - cost.seconds(1, batch.num_tokens, pairs), 0.0) / num_scored
+            self._score_s += (score_s - self._score_s) * (_NEWEST_SCORE if self._score_s else 1.0)
 
 
 def _tightest_token_s(requests: Sequence[Request]) -> float:
     return min([request.token_s for request in requests if request.token_s], default=math.inf)
-
-
-def _score_prompt(sequence: ScheduledSequence, first: int, logits: Tensor) -> None:
-    """Adds the prompt's log probabilities under the logits [n, V] of positions first, first + 1, ..."""
-    request = sequence.request
-    if request.prompt_scores is not None:
-        next_ids = request.prompt_token_ids[first + 1 : first + 1 + len(logits)]
-        request.prompt_scores.add(first, prompt_logprobs(logits, next_ids, request.prompt_scores.num_top))
 
 
 def _delivered_scores(done: RequestUpdate) -> PromptLogprobs | None:

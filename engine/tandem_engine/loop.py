@@ -62,7 +62,13 @@ class EngineLoop:
 
     def progress(self) -> int | None:
         """Changes while the thread works; None while it waits for work."""
-        return None if self._is_waiting else self._num_turns + native.work_done()
+        if self._is_waiting:
+            return None
+        return self._num_turns + self.engine.work_done() + native.work_done()
+
+    def has_died(self) -> bool:
+        """Whether the thread has ended and `close` did not end it."""
+        return self._thread.ident is not None and not (self._thread.is_alive() or self._closing)
 
     def snapshot(self) -> tuple[EngineSnapshot, float]:
         """The newest snapshot, and the seconds since the thread reported: 0 while it waits for work.
@@ -129,13 +135,15 @@ class EngineLoop:
                     self.publish(output)
                 if self.engine.num_steps == steps_before and self.engine.has_work():
                     self._drain(block=True, timeout=_NOTHING_SCHEDULED_WAIT_S)
-        except Exception as error:
-            self.failed = error
+        except BaseException as error:  # panics of libraries in Rust are no Exceptions
+            failure = error if isinstance(error, Exception) else InvariantError(repr(error))
+            failure.__traceback__ = error.__traceback__
+            self.failed = failure
             # First, because a pod exits here: its clients see a lost connection and retry elsewhere.
             if self._on_failure is not None:
-                self._on_failure(error)
+                self._on_failure(failure)
             for listener in list(self._listeners.values()):
-                listener(error)
+                listener(failure)
 
     def _drain(self, *, block: bool, timeout: float | None = None) -> None:
         """Runs the queued calls; with block, waits for the first one."""

@@ -24,6 +24,8 @@ class PromptScores:
     def __init__(self, num_prompt_tokens: int, num_top: int) -> None:
         self.num_top = num_top
         self.num_done = 0
+        #: Why there is no result.
+        self.error: Exception | None = None
         self._num_positions = num_prompt_tokens - 1
         self._parts: list[PromptLogprobs] = []
 
@@ -43,6 +45,11 @@ class PromptScores:
             raise InvariantError(f"position {first} of a prompt was scored after {self.num_done} others")
         self._parts.append(part)
         self.num_done += len(part.logprobs)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more is scored, and the request ends with its first token."""
+        self.error = error
+        self.num_done = self._num_positions
 
     def result(self) -> PromptLogprobs:
         if self.num_done != self._num_positions:

@@ -35,7 +35,7 @@ class StepLogits:
 
     #: [rows, vocab] float32, valid until the next step.
     values: Tensor
-    #: Each row's most likely token, the lowest of equals; None: not known yet.
+    #: Each row's most likely token, the lowest of equals, -1 if it holds NaN or +inf; None: not known yet.
     most_likely: list[int] | None = None
 
 

@@ -9,6 +9,7 @@
 // by one elsewhere, in the same order on the same numbers: the results are the same bits.
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 
 #include "attention.h"
@@ -36,7 +37,7 @@ struct TandemEnds {
   const TandemLinear* head;
   const int64_t* rows;  // [num_rows], distinct: those whose logits are wanted
   float* logits;        // [num_rows, vocab_size]
-  int64_t* likeliest;   // [num_rows], see argmax
+  int64_t* likeliest;   // [num_rows], see argmax; -1 for a row that holds NaN or +inf
   int64_t num_rows, vocab_size;
 };
 
@@ -158,7 +159,9 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
                            is_quantized(ends->head), ends->rows);
       linear_in_team(team, ends->head, sampled, ends->num_rows, ends->logits, DType::kFloat32);
       team.share(ends->num_rows, [&](int64_t r) {
-        ends->likeliest[r] = argmax(ends->logits + r * ends->vocab_size, ends->vocab_size);
+        const float* row = ends->logits + r * ends->vocab_size;
+        const int64_t likeliest = argmax(row, ends->vocab_size);
+        ends->likeliest[r] = std::isfinite(row[likeliest]) ? likeliest : -1;
       });
       team.wait();
     }

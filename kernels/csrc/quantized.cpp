@@ -25,6 +25,7 @@
 // Outliers among the activations cost precision in their own 32 neighbours only, unlike a scale per row.
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "linear.h"
@@ -545,12 +546,15 @@ void quantize_row(const Activations& to, int64_t row, int depth) {
     const int64_t at = row * depth + g * kGroup;
     int8_t* codes = rows.codes(row, g);
     Vec x[kCount], top{};
+    VecInt is_nan{};
     for (int v = 0; v < kCount; ++v) {
       x[v] = load_as_float(to.x, at + v * kLanes, to.dtype, nullptr);
       top = maximum(top, maximum(x[v], -x[v]));
+      is_nan |= x[v] != x[v];
     }
-    // Below this the quotient overflows; such a group counts as zero.
-    const float peak = largest(top), most = peak < 1e-35f ? 0.0f : peak, inverse = most > 0 ? 127.0f / most : 0.0f;
+    // Below this the quotient overflows; such a group counts as zero. A NaN, which has no code, is in the factor.
+    const float peak = sum(is_nan) ? NAN : largest(top), most = peak < 1e-35f ? 0.0f : peak;
+    const float inverse = most > 0 ? 127.0f / most : 0.0f;
     VecInt totals[2] = {};
     for (int v = 0; v < kCount; ++v) {
       const VecInt code = round(x[v] * splat(inverse));

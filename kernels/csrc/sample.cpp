@@ -242,9 +242,9 @@ class Candidates {
 
 int64_t draw(const float* logits, int64_t size, const Draw& by) {
   const int64_t likeliest = argmax(logits, size);
-  if (by.temperature == 0.0f) return likeliest;
   const float largest = logits[likeliest];
   if (!std::isfinite(largest)) return -1;
+  if (by.temperature == 0.0f) return likeliest;
   static thread_local Candidates candidates;
   candidates.begin(logits, size, largest, by.temperature);
   if (0 < by.top_k && by.top_k < size) candidates.keep_top_k(by.top_k);

@@ -40,7 +40,7 @@ def draw_tokens(
     top_p: torch.Tensor,
     log_min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """Return token ids [R] int64; -1 for a sampled row that holds NaN or +inf, or nothing but -inf.
+    """Return token ids [R] int64; -1 for a row that holds NaN or +inf, or nothing but -inf.
 
     Args:
         logits: [R, V] float32, dense.
@@ -140,8 +140,8 @@ def draw_reference(
 
     times = -torch.log1p(-uniforms(keys, vocab_size)) / weights.double()
     drawn = torch.where(weights > 0.0, times, torch.inf).argmin(1)
-    drawn = torch.where(largest[:, 0].isfinite(), drawn, -1)
-    return torch.where(is_greedy, logits.argmax(1), drawn)
+    drawn = torch.where(is_greedy, logits.argmax(1), drawn)
+    return torch.where(largest[:, 0].isfinite(), drawn, -1)
 
 
 def uniforms(keys: torch.Tensor, num_tokens: int) -> torch.Tensor:

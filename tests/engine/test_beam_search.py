@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tandem_core.beams import MAX_BEAM_WIDTH, BeamParams, EarlyStopping
-from tandem_core.errors import InvalidRequestError, InvariantError
+from tandem_core.errors import InvalidRequestError, LogitsError
 from tandem_engine.beam_search import BeamSearch, largest
 
 VOCAB = 40
@@ -112,7 +112,7 @@ def test_the_largest_are_those_of_a_stable_sort() -> None:
 
 def test_nan_is_no_probability() -> None:
     state = BeamSearch(BeamParams(2), end_token_ids=(), max_tokens=9)
-    with pytest.raises(InvariantError, match="NaN"):
+    with pytest.raises(LogitsError, match="NaN"):
         state.advance(np.full((1, VOCAB), np.nan, dtype=np.float32))
 
 

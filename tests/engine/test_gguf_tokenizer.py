@@ -113,6 +113,22 @@ def test_other_tokenizers_are_refused_in_a_sentence(
         GgufTokenizer(write(tmp_path / "empty.gguf", "gpt2", [], []))
 
 
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_long_tokens_are_refused(tmp_path: Path, model: str) -> None:
+    """Finding the merges of a token takes the square of its length."""
+    for length in (1024, 1025):
+        tokens = ["a", "a" * length]
+        file = write(
+            tmp_path / f"{length}.gguf", model, tokens, [TokenType.NORMAL] * 2, token_scores=[0.0, 0.0],
+            token_merges=[], tokenizer_pre="default",
+        )  # fmt: skip
+        if length <= 1024:
+            GgufTokenizer(file)
+        else:
+            with pytest.raises(ModelLoadError, match="token of 1,025 characters, over the limit of 1,024"):
+                GgufTokenizer(file)
+
+
 def test_a_damaged_vocabulary_is_one_sentence_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 import toy_tokenizers
@@ -20,7 +22,7 @@ from tandem_core.speculation import SpeculationMode
 from tandem_drafting.drafter import Drafter, DraftPolicy
 from tandem_engine import model_loader
 from tandem_engine.draft_tree import DraftTree
-from tandem_engine.guided import SOURCE, GuideState
+from tandem_engine.guided import SOURCE, GuideState, Mask
 from tandem_engine.llm import LLM, Completion
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -141,7 +143,16 @@ def test_a_guide_overrules_biases_that_would_forbid_all_that_it_allows(folder: P
 @pytest.fixture(scope="module")
 def compiled(folder: Path) -> tuple[Callable[[Guide], GuideState], Tokenizer]:
     compiler = GuideCompiler(folder, ModelManifest.read(folder))
-    return lambda guide: GuideState(compiler.matcher(guide)), Tokenizer(folder)
+    return lambda guide: GuideState(compiler, guide), Tokenizer(folder)
+
+
+def tokens_of(mask: Mask | None) -> list[int] | None:
+    """The tokens that a mask allows."""
+    return None if mask is None else np.unpackbits(mask, count=352, bitorder="little").nonzero()[0].tolist()
+
+
+def allowed(state: GuideState, text: list[int]) -> list[int] | None:
+    return tokens_of(state.masks(text)[0])
 
 
 def ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -160,7 +171,7 @@ def test_forbidden_branches_go_and_forced_text_comes_first(
     assert drafted == DraftTree((x, a, c), (0, 1, 2), (SOURCE, "prompt", "prompt"))
     assert state.draft(tree, 2) == DraftTree((x, a), (0, 1), (SOURCE, "prompt"))
     assert state.draft(None, 8) == DraftTree((x,), (0,), (SOURCE,))
-    state.consume(x)
+    state.follow([x])
     assert state.draft(None, 8) is None, "the model chooses between a and b"
     assert state.draft(DraftTree((d, b), (0, 0), ("output", "output")), 8) == DraftTree(
         (b,), (0,), ("output",)
@@ -173,15 +184,11 @@ def test_the_state_follows_the_output_forward_and_back(
     start, tokenizer = compiled
     text = ids(tokenizer, "certainly not")
     state, fresh = start(GUIDES[2]), start(GUIDES[2])
-    for token_id in text:
-        assert state.allowed(352)[token_id]
-        state.consume(token_id)
-    assert state.allowed(352).nonzero()[0].tolist() == [2]
+    for length, token_id in enumerate(text):
+        assert token_id in allowed(state, text[:length])
+    assert allowed(state, text) == [2]
     for length in (len(text), 1, 0, 2, len(text)):
-        state.follow(text[:length])
-        again = start(GUIDES[2])
-        again.follow(text[:length])
-        assert (state.allowed(352) == again.allowed(352)).all()
+        assert allowed(state, text[:length]) == allowed(start(GUIDES[2]), text[:length])
     fresh.follow([*text, 2])
     assert fresh.draft(None, 8) is None
 
@@ -191,7 +198,7 @@ def test_a_guide_without_any_text_is_an_error_of_the_request(
 ) -> None:
     endless = Guide(GuideKind.LARK, "start: start start")
     with pytest.raises(InvalidRequestError, match="guide: cannot go on after 0 tokens: NoExtensionBias"):
-        compiled[0](endless).allowed(352)
+        compiled[0](endless).masks([])
     with pytest.raises(InvalidRequestError, match="guide: cannot go on"):
         engine(folder).generate([[5]], SamplingParams(guide=endless))
 
@@ -201,7 +208,128 @@ def test_an_output_that_the_guide_forbids_is_an_error_of_the_request(
 ) -> None:
     start, tokenizer = compiled
     state = start(GUIDES[2])
-    state.follow(ids(tokenizer, "nonsense"))
+    text = ids(tokenizer, "nonsense")
+    state.follow(text)
     assert state.draft(None, 8) is None
     with pytest.raises(InvalidRequestError, match="guide: cannot go on after 7 tokens"):
-        state.allowed(352)
+        state.masks(text)
+
+
+def test_masks_of_a_draft_are_those_of_its_texts(
+    compiled: tuple[Callable[[Guide], GuideState], Tokenizer],
+) -> None:
+    start, tokenizer = compiled
+    guide = Guide(GuideKind.REGEX, "x(a|b)c{0,2}")
+    x, a, b, c, d = (ids(tokenizer, letter)[0] for letter in "xabcd")
+    #                        1  2  3  4  5  6  7
+    tree = DraftTree((a, c, b, d, c, 2, a), (0, 1, 0, 0, 3, 2, 6), ("prompt",) * 7)
+    state = start(guide)
+    masks = state.masks([x], tree, {2})
+    for node, text in {0: "x", 1: "xa", 2: "xac", 3: "xb", 5: "xbc"}.items():
+        assert tokens_of(masks[node]) == allowed(start(guide), [ids(tokenizer, letter)[0] for letter in text])
+    assert masks[4] is None, "the guide forbids d"
+    assert masks[6] is masks[7] is None, "the text ends"
+    assert allowed(state, [x, b, c]) == allowed(start(guide), [x, b, c]), "the state is where it was"
+
+
+class Matcher:
+    """A matcher of any text whose masks take CPU time, or which fails at some of its masks."""
+
+    def __init__(self, seconds: Sequence[float] = (), fails_at: Sequence[int] = ()) -> None:
+        self._seconds = list(seconds)
+        self._fails_at = fails_at
+        self._num_masks = 0
+        self.text: list[int] = []
+
+    def compute_bitmask(self) -> bytes:
+        until = time.thread_time() + (self._seconds[self._num_masks] if self._seconds else 0.0)
+        while time.thread_time() < until:
+            pass
+        self._num_masks += 1
+        return b"\xff" * 44
+
+    def is_error(self) -> bool:
+        return self._num_masks in self._fails_at
+
+    is_stopped = is_error
+
+    def get_error(self) -> str:
+        return "too many states"
+
+    def consume_token(self, token_id: int) -> None:
+        self.text.append(token_id)
+
+    def try_consume_tokens(self, token_ids: list[int]) -> int:
+        if not self.is_error():
+            self.text += token_ids
+        return 0 if self.is_error() else len(token_ids)
+
+    def validate_tokens(self, token_ids: list[int]) -> int:
+        return len(token_ids)
+
+    def rollback(self, count: int) -> None:
+        del self.text[len(self.text) - count :]
+
+    def compute_ff_tokens(self) -> list[int]:
+        return [7] * 20
+
+
+class Compiler:
+    """Has one matcher per compilation."""
+
+    def __init__(self, *matchers: Matcher) -> None:
+        self._matchers = list(matchers)
+
+    def matcher(self, guide: Guide) -> Matcher:
+        return self._matchers.pop(0)
+
+    fresh_matcher = matcher
+
+
+def num_masks_before_the_end(seconds: list[float]) -> int | None:
+    """How many masks the guide gives before it takes too long; None: all."""
+    state = GuideState(Compiler(Matcher(seconds)), JSON)
+    for number in range(len(seconds)):
+        try:
+            state.masks([5] * number)
+        except InvalidRequestError as error:
+            assert "ms per token" in str(error)
+            return number
+    return None
+
+
+def test_a_guide_whose_masks_take_long_on_average_ends() -> None:
+    slow = num_masks_before_the_end([0.030] * 20)
+    assert slow is not None
+    assert slow < 8
+    assert num_masks_before_the_end([0.060] + [0.001] * 40) is None, "the first mask may take longer"
+    assert num_masks_before_the_end([0.002] * 100) is None
+
+
+def test_drafts_of_a_slow_guide_are_cut() -> None:
+    state = GuideState(Compiler(Matcher([0.002] * 40)), JSON)
+    tree = DraftTree((5,) * 12, tuple(range(12)), ("prompt",) * 12)
+    masks = state.masks([], tree)
+    assert 1 < sum(mask is not None for mask in masks) < 6
+    assert len(state.draft(tree, 12) or ()) < 6
+
+
+def test_a_lexer_that_others_have_filled_is_replaced() -> None:
+    full, empty = Matcher(fails_at=range(1, 99)), Matcher()
+    state = GuideState(Compiler(full, empty), JSON)
+    assert allowed(state, [5, 6]) == list(range(352))
+    assert empty.text == [5, 6]
+    with pytest.raises(InvalidRequestError, match="after 2 tokens: too many states"):
+        GuideState(Compiler(full, Matcher(fails_at=[1])), JSON).masks([5, 6])
+
+
+def test_a_guide_that_fails_in_a_draft_goes_on_without_drafts() -> None:
+    tree = DraftTree((5, 6), (0, 1), ("prompt",) * 2)
+    again = Matcher()
+    state = GuideState(Compiler(Matcher(fails_at=range(2, 99)), again), JSON)
+    first, *rest = state.masks([9], tree)
+    assert tokens_of(first) == list(range(352))
+    assert rest == [None, None]
+    assert state.draft(tree, 8) is None
+    assert allowed(state, [9, 5]) == list(range(352))
+    assert again.text == [9, 5]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from free_drafts import FreeDrafts
-from tandem_core.errors import InvalidRequestError
+from tandem_core.errors import InvalidRequestError, LogitsError
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.sampling import PromptLogprobs, SamplingParams
 from tandem_drafting.drafter import drafter_for
+from tandem_engine.batch import Batch
 from tandem_engine.engine import Engine
 from tandem_engine.llm import LLM
 from tandem_engine.prompt_scores import PromptScores
 from tandem_engine.request import Request
+from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.prompt_logprobs import prompt_logprobs
 from tandem_kernels import native
 from toy_models import SIZES, prompt_of
@@ -162,6 +166,64 @@ def test_a_request_that_is_dropped_leaves_nothing(tiny_model: Path) -> None:
     llm.engine.abort("a")
     assert run_to_end(llm.engine) == {}
     assert llm.engine.blocks.num_free_blocks == SIZES["num_blocks"]
+
+
+def test_logits_of_no_numbers_are_refused() -> None:
+    logits = torch.randn(3, 9)
+    logits[1, 4] = torch.nan
+    for num_top in (0, 5):
+        with pytest.raises(LogitsError):
+            prompt_logprobs(logits, [1, 2, 3], num_top)
+
+
+def test_a_prompt_that_cannot_be_scored_ends_its_request_alone(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_on_9(logits: torch.Tensor, token_ids: list[int], num_top: int) -> PromptLogprobs:
+        if 9 in token_ids:
+            raise LogitsError
+        return prompt_logprobs(logits, token_ids, num_top)
+
+    llm, good = LLM(tiny_model, **SIZES), [5] * 150
+    (expected,) = llm.generate([good], SCORED)
+    monkeypatch.setattr("tandem_engine.engine.prompt_logprobs", fails_on_9)
+    prompts = {"bad": [9] * 140, "good": good}
+    errors, token_ids = {}, []
+    for name, prompt in prompts.items():
+        wanted = PromptScores.wanted(prompt, SCORED)
+        llm.engine.add(Request(name, prompt, SCORED, prompt_scores=wanted))
+    while llm.engine.has_work():
+        for output in llm.engine.step():
+            errors[output.request.request_id] = output.error
+            token_ids += output.token_ids
+    assert isinstance(errors["bad"], LogitsError)
+    assert errors["good"] is None
+    assert token_ids == expected.token_ids
+
+
+def test_chunks_of_scored_prompts_take_no_longer_than_others(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks: list[int] = []
+    execute = ModelRunner.execute
+
+    def spy(runner: ModelRunner, batch: Batch, *listeners: object) -> object:
+        chunks.append(batch.num_tokens)
+        return execute(runner, batch, *listeners)
+
+    def slow(logits: torch.Tensor, token_ids: list[int], num_top: int) -> PromptLogprobs:
+        time.sleep(0.004 * len(token_ids))
+        return prompt_logprobs(logits, token_ids, num_top)
+
+    llm = LLM(tiny_model, **SIZES)
+    monkeypatch.setattr("tandem_engine.engine.prompt_logprobs", slow)
+    llm.engine.measure_costs(decodes=True)
+    monkeypatch.setattr(ModelRunner, "execute", spy)
+    llm.generate([prompt_of(180)], dataclasses.replace(SCORED, max_tokens=1))
+    assert max(chunks) <= SIZES["chunk_size"] / 4
+    chunks.clear()
+    llm.generate([prompt_of(180, 3)], SamplingParams(max_tokens=1))
+    assert max(chunks) == SIZES["chunk_size"]
 
 
 def test_at_most_20_most_likely_tokens() -> None:

@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-from tandem_core.errors import InvariantError
 from tandem_core.sampling import SamplingParams
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.draft_tree import DraftTree
@@ -126,7 +125,16 @@ def test_the_draws_parameters_are_aligned_whatever_the_number_of_rows(
     assert [tensor.shape[0] for tensor in seen] == [num_rows] * 6
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
-    sequence = ScheduledSequence(Request("r", [1], SamplingParams()), (0,), 0, (1,), None, True)
-    with pytest.raises(InvariantError, match="NaN"):
-        read_back([sequence], torch.full((1, 9), torch.nan))
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
+def test_logits_that_are_no_numbers_give_no_token_to_their_sequence_alone(
+    temperatures: tuple[float, float],
+) -> None:
+    sequences = [
+        ScheduledSequence(Request("r", [1], SamplingParams(temperature=t)), (0,), 0, (1,), None, True)
+        for t in temperatures
+    ]
+    logits = torch.randn(2, 9)
+    logits[0, 5] = torch.nan
+    first, second = read_back(sequences, logits).token_ids
+    assert first == -1
+    assert second >= 0

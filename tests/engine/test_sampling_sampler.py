@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_libraries import COMPILED, native_library
-from tandem_core.errors import InvariantError
+from tandem_core.errors import LogitsError
 from tandem_core.sampling import SamplingParams
 from tandem_engine.request import Request
 from tandem_engine.sampling.custom import Row
@@ -119,11 +119,20 @@ def test_noise_as_of_another_batch_size_changes_no_token_in_a_thousand() -> None
 
 
 @pytest.mark.parametrize("worst", [math.nan, math.inf])
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.5)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.5),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, frequency_penalty=0.5),
+    ],
+)
 def test_logits_that_are_no_numbers_are_refused(params: SamplingParams, worst: float) -> None:
     row = random_row(3)
     row[7] = worst
-    with pytest.raises(InvariantError, match="NaN"):
+    with pytest.raises(LogitsError, match="NaN"):
         TokenChooser(Request("r", [1], params)).choose(row)
 
 

@@ -10,6 +10,7 @@ from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.draft_tree import DraftTree
+from tandem_engine.prompt_scores import PromptScores
 from tandem_engine.request import Request, RequestStatus
 from tandem_engine.scheduler import RequestUpdate, Scheduler, SchedulerConfig
 
@@ -458,6 +459,15 @@ class TestDeadlines:
         step(scheduler)
         scheduler.add(make_request("other", 20, max_tokens=1))
         assert shape(scheduler.schedule(8)) == [("text", 4, 1, True), ("other", 0, 8, False)]
+
+    def test_tokens_of_prompts_with_log_probabilities_count_more(self):
+        scheduler = make(chunk_size=32)
+        scored = make_request("scored", 40, max_tokens=1, due=1.0)
+        scored.prompt_scores = PromptScores(40, 5)
+        scheduler.add(scored)
+        scheduler.add(make_request("other", 40, max_tokens=1, due=2.0))
+        batch = scheduler.schedule(score_weight=4.0)
+        assert shape(batch) == [("scored", 0, 8, False), ("other", 0, 32, False)]
 
     def test_a_full_batch_pauses_the_last_which_keeps_its_kv(self):
         scheduler = make(max_batch=1)

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import random
+import threading
 from collections import Counter
 
 import numpy as np
@@ -14,7 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_core.errors import InvariantError
+from tandem_core import guide
+from tandem_core.errors import InvariantError, LogitsError
 from tandem_core.sampling import SamplingParams
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.draft_tree import DraftTree
@@ -330,5 +332,59 @@ def test_broken_promises_are_named() -> None:
     with pytest.raises(InvariantError, match="1 rows"):
         Verifier().verify(batch, torch.zeros(2, VOCAB))
     request.output_token_ids.append(1)
-    with pytest.raises(InvariantError, match="has 4 tokens"):
-        Verifier().verify(batch, torch.zeros(1, VOCAB))
+    (result,) = Verifier().verify(batch, torch.zeros(1, VOCAB))
+    assert isinstance(result.error, InvariantError)
+    assert "has 4 tokens" in str(result.error)
+
+
+@pytest.mark.parametrize("worst", [math.nan, math.inf])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_of_no_numbers_is_the_error_of_its_sequence(mode: str, worst: float) -> None:
+    target, draft = Target(4), full_tree(2)
+    sequences = [scheduled(Request(name, list(PROMPT), MODES[mode]), draft) for name in ("bad", "good")]
+    logits = torch.stack([row for sequence in sequences for row in rows_for(sequence, target)])
+    logits[0, 1] = worst
+    failed, good = Verifier().verify(Batch(tuple(sequences)), logits)
+    assert isinstance(failed.error, LogitsError)
+    assert good == verify_one(sequences[1].request, draft, target)
+
+
+class Guide:
+    """Allows any token where it has a mask."""
+
+    def __init__(self, has_mask: list[bool]) -> None:
+        self.has_mask = has_mask
+        self.threads: list[str] = []
+
+    def masks(self, output: list[int], draft: DraftTree | None, ends: frozenset[int]) -> list:
+        self.threads.append(threading.current_thread().name)
+        everything = np.array([0xFF], dtype=np.uint8)
+        return [everything if has_mask else None for has_mask in self.has_mask]
+
+
+class Panic(BaseException):
+    """As of pyo3, for a panic in Rust."""
+
+
+def test_a_guide_that_fails_is_the_error_of_its_sequence() -> None:
+    def panics(*_: object) -> None:
+        raise Panic("in Rust")
+
+    params = dataclasses.replace(GREEDY, guide=guide.Guide(guide.GuideKind.REGEX, ".*"))
+    failing, good = Guide([True]), Guide([True])
+    failing.masks = panics
+    requests = [Request(str(n), list(PROMPT), params, guide=state) for n, state in enumerate((failing, good))]
+    logits = ALWAYS_4[:2]
+    first, second = Verifier().verify(Batch(tuple(scheduled(one, None) for one in requests)), logits)
+    assert "in Rust" in str(first.error)
+    assert (second.error, second.token_ids) == (None, (4,))
+
+
+@pytest.mark.parametrize("num_masks", [1, 2, 4])
+def test_the_walk_stops_before_a_node_without_a_mask(num_masks: int) -> None:
+    params = dataclasses.replace(GREEDY, guide=guide.Guide(guide.GuideKind.REGEX, ".*"))
+    state = Guide([node < num_masks for node in range(4)])
+    request = Request("r", list(PROMPT), params, guide=state, output_token_ids=[0])
+    (result,) = Verifier().verify(Batch((scheduled(request, CHAIN),)), ALWAYS_4)
+    assert result.token_ids == (4,) * num_masks
+    assert state.threads != [threading.current_thread().name]

@@ -296,3 +296,20 @@ def test_what_does_not_fit_is_said_and_changes_nothing() -> None:
         run(slot_mapping=step.slots.index_fill(0, torch.tensor([24]), NUM_BLOCKS * BLOCK))
     assert torch.equal(hidden, step.hidden)
     assert all(map(torch.equal, caches, step.caches()))
+
+
+@pytest.mark.parametrize("library", COMPILED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packing", [None, Packing.INT8, Packing.INT4])
+def test_a_step_of_no_numbers_has_no_most_likely_token(
+    packing: Packing | None, dtype: torch.dtype, library: str
+) -> None:
+    step, weights, outer = Step(dtype), layers(dtype, packing, rich=True), ends(dtype, packing)
+    inputs = step.inputs()
+    outer.norm[3] = torch.nan
+    with native_library(library):
+        compiled = DecoderLayers(
+            weights, dtype, head_size=D, eps=EPS, scale=D**-0.5, softcap=SOFTCAP, ends=outer
+        )
+        _, likeliest = compiled.step(inputs, step.rotations, step.caches(), [19, 24])
+    assert likeliest == [-1, -1]

@@ -40,7 +40,8 @@ def test_rows_that_are_no_numbers_give_no_token() -> None:
     logits[0, 4999] = torch.nan
     logits[1, 3] = torch.inf
     logits[2] = -torch.inf
-    temperature[:] = 1.0
-    result = gpu.draw_tokens(*(tensor.to(DEVICE) for tensor in case))
-    assert result.tolist()[:3] == draw_tokens(*case).tolist()[:3] == [-1, -1, -1]
-    assert min(result.tolist()[3:]) >= 0
+    for value in (0.0, 1.0):
+        temperature[:] = value
+        result = gpu.draw_tokens(*(tensor.to(DEVICE) for tensor in case))
+        assert result.tolist()[:3] == draw_tokens(*case).tolist()[:3] == [-1, -1, -1]
+        assert min(result.tolist()[3:]) >= 0

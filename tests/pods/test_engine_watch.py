@@ -14,7 +14,7 @@ from pod_fleet import request, run_fleet
 from prometheus_client import CollectorRegistry
 from tandem_engine.loop import EngineLoop
 from tandem_pod import engine_watch
-from tandem_pod.engine_watch import EngineWatch
+from tandem_pod.engine_watch import EngineWatch, leave_if_stuck
 from tandem_pod.status import PodGauges
 from tandem_proto.v1 import common_pb2, decode_pb2
 from tandem_service.tasks import end_tasks
@@ -27,6 +27,14 @@ class Busy:
 
     num_steps = 0
 
+    def __init__(self, *, step_s: float = 0.01, sequence_s: float = math.inf) -> None:
+        """A sequence of a step is done each `sequence_s`."""
+        self._step_s, self._sequence_s = step_s, sequence_s
+        self._num_done = 0
+
+    def work_done(self) -> int:
+        return self._num_done
+
     def snapshot(self) -> None:
         return None
 
@@ -38,8 +46,71 @@ class Busy:
 
     def step(self) -> list:
         self.num_steps += 1
-        time.sleep(0.01)
+        until = time.monotonic() + self._step_s
+        while time.monotonic() < until:
+            time.sleep(min(self._step_s, self._sequence_s))
+            self._num_done += self._sequence_s < self._step_s
         return []
+
+
+async def test_a_long_step_whose_sequences_are_done_one_by_one_is_no_hang() -> None:
+    loop, changes = EngineLoop(Busy(step_s=1.8, sequence_s=0.1)), []
+    watch = EngineWatch(loop, counts_work=True, on_change=changes.append, on_hang=changes.append)
+    loop.start()
+    watching = asyncio.create_task(watch.run())
+    try:
+        await asyncio.sleep(1.7)
+        assert not changes
+    finally:
+        await end_tasks([watching])
+        await asyncio.to_thread(loop.close)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_an_engine_whose_thread_has_ended_ends_the_process() -> None:
+    class Dies(Busy):
+        def step(self) -> list:
+            raise SystemExit
+
+    def cannot(_: Exception) -> None:
+        raise SystemExit
+
+    loop, hung = EngineLoop(Dies(), on_failure=cannot), []
+    watch = EngineWatch(loop, counts_work=False, on_change=hung.append, on_hang=hung.append)
+    loop.start()
+    watching = asyncio.create_task(watch.run())
+    try:
+        await until(lambda: hung)
+        assert "has ended" in str(hung[0])
+    finally:
+        await end_tasks([watching])
+
+
+class Context:
+    """Of a call: notes how it is aborted."""
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise AbortedError(code)
+
+
+class AbortedError(Exception):
+    """With the status."""
+
+
+async def test_a_hang_counts_against_the_requests_whose_work_is_under_way() -> None:
+    engine = Busy()
+    engine.is_under_way = lambda request_id: request_id == "mine"
+    loop = EngineLoop(engine)
+    await leave_if_stuck(loop, Context(), "mine")
+    loop.is_stuck = True
+    for request_id, code in {
+        "mine": grpc.StatusCode.UNAVAILABLE,
+        None: grpc.StatusCode.UNAVAILABLE,  # a status call
+        "other": grpc.StatusCode.CANCELLED,
+    }.items():
+        with pytest.raises(AbortedError) as left:
+            await leave_if_stuck(loop, Context(), request_id)
+        assert left.value.args == (code,)
 
 
 async def test_only_an_engine_without_progress_is_stuck() -> None:
@@ -85,7 +156,7 @@ async def test_calls_leave_a_pod_whose_engine_hangs(
             with pytest.raises(grpc.aio.AioRpcError) as left:
                 async for _ in call:
                     pass
-            assert left.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert left.value.code() is grpc.StatusCode.CANCELLED  # the engine hangs between two steps
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 async for _ in fleet.decode.Decode(request("new", prompt_of(40), [])):
                     pass

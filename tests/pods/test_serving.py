@@ -25,6 +25,9 @@ class Idle:
     def has_work(self):
         return False
 
+    def work_done(self):
+        return 0
+
     def step(self):
         return []
 

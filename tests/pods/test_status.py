@@ -104,6 +104,9 @@ class LongSteps:
 
     def rest(self) -> None: ...
 
+    def work_done(self) -> int:
+        return 0
+
     def step(self) -> list:
         self.in_step.set()
         self.may_end.wait()

@@ -2,8 +2,8 @@
 
 The work is llguidance's: a lexer of derivatives and an Earley parser walk the vocabulary's trie, without a
 table over all states, so compiling takes milliseconds and a mask some hundred microseconds. Here are its
-options, its limits and the errors. It bounds its work by counting steps, not by time, so a guide is accepted
-or refused alike on each machine.
+options, its limits and the errors. The limits count steps instead of time, so each machine accepts and
+refuses the same guides. Pods also limit the time of masks (tandem_engine/guided.py).
 """
 
 from __future__ import annotations
@@ -40,8 +40,12 @@ _JSON: JsonCompileOptions = {
     # Not \\u: a name written with it would be a second property of that name, not bound by its schema.
     "json_allowed_escapes": '"\\\\bfnrt',
 }
-#: A state takes up to 2 kB. Errors must not quote other parts of the state than the caller's own text.
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+#: A state takes up to 2 kB. Errors must not quote other parts of the state than the caller's own text. A mask
+#: of a grammar with 600 long alternatives takes 25 ms with the defaults of 200,000 and 50,000 steps. With
+#: these it is refused after 8 ms.
+_LIMITS = LLParserLimits(
+    max_lexer_states=50_000, step_lexer_fuel=50_000, step_max_items=20_000, verbose_errors=False
+)
 #: Compiled guides that are kept.
 _MAX_KEPT = 32
 #: llguidance recurses through rules that name each other; 128 KiB of them need less than half. Only pages
@@ -89,23 +93,28 @@ class GuideCompiler:
         self._kept: OrderedDict[Guide, LLMatcher] = OrderedDict()
 
     def matcher(self, guide: Guide) -> LLMatcher:
-        """A new one, before any token. Raises InvalidRequestError. May take 100 ms; gives up the GIL."""
-        if not self.has_end:
-            raise InvalidRequestError("guide", "the model has no end token; use a model that has one")
+        """A new one, before any token, that shares its lexer with others of this guide. Raises
+        InvalidRequestError. May take 100 ms; gives up the GIL."""
         with self._lock:
             kept = self._kept.get(guide)
             if kept is not None:
                 self._kept.move_to_end(guide)
-        if kept is None:
-            grammar = _grammar(guide)
-            kept = _on_deep_stack(lambda: LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS))
-            if kept.is_error():
-                raise _unusable(guide, kept.get_error())
-            with self._lock:
-                self._kept[guide] = kept
-                while len(self._kept) > _MAX_KEPT:
-                    self._kept.popitem(last=False)
-        return kept.deep_copy()
+        return self.fresh_matcher(guide) if kept is None else kept.deep_copy()
+
+    def fresh_matcher(self, guide: Guide) -> LLMatcher:
+        """As `matcher`, with a new lexer; matchers made later share that one."""
+        if not self.has_end:
+            raise InvalidRequestError("guide", "the model has no end token; use a model that has one")
+        grammar = _grammar(guide)
+        made = _on_deep_stack(lambda: LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS))
+        if made.is_error():
+            raise _unusable(guide, made.get_error())
+        with self._lock:
+            self._kept[guide] = made
+            self._kept.move_to_end(guide)
+            while len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        return made.deep_copy()
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of forced text, for drafts."""

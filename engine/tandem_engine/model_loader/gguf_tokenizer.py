@@ -59,6 +59,8 @@ _SAME = {
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 #: End a turn, whatever the file calls its end of text.
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+#: Finding the merges of a token takes the square of its length.
+_MAX_TOKEN_CHARS = 1024
 
 
 class GgufTokenizer:
@@ -70,6 +72,9 @@ class GgufTokenizer:
         model, self.pre = self._text("model"), self._text("pre", "default")
         if not self.tokens:
             self._fail("holds no vocabulary")
+        longest = max(map(len, self.tokens))
+        if longest > _MAX_TOKEN_CHARS:
+            self._fail(f"has a token of {longest:,} characters, over the limit of {_MAX_TOKEN_CHARS:,}")
         self._kinds = file.array("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(self.tokens)
         if len(self._kinds) != len(self.tokens):
             self._fail(f"lists {len(self.tokens)} tokens but {len(self._kinds)} of their types")

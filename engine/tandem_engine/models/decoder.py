@@ -244,7 +244,8 @@ class Decoder:
         interleaved: bool = False,
     ) -> tuple[Tensor, list[int]]:
         """Only if `is_batch_invariant`: the bits of `logits` for these rows of `forward`, and of each row the
-        most likely token, the lowest of equals. The logits are valid until the next call.
+        most likely token, the lowest of equals, or -1 if the row holds NaN or +inf. The logits are valid
+        until the next call.
         """
         if self._compiled is None:
             raise InvariantError("only compiled layers compute a step in one call")

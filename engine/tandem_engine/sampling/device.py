@@ -24,14 +24,15 @@ from tandem_engine import device_copies
 from tandem_engine.batch import ScheduledSequence
 from tandem_engine.draft_source import Likeliest
 from tandem_engine.sampling.rng import position_key
-from tandem_engine.sampling.sampler import draw_parameters, require_drawn
+from tandem_engine.sampling.sampler import draw_parameters
 
 
 @dataclass(frozen=True)
 class StepResults:
     """What the host gets of a step's logits."""
 
-    #: A token per row; without meaning for requests that are sampled on the host.
+    #: A token per row, -1 for one that holds NaN or +inf; without meaning for requests that are sampled on
+    #: the host.
     token_ids: list[int]
     #: By index among the sequences that sample: the logits of those whose rows come whole.
     rows: dict[int, Tensor]
@@ -43,8 +44,6 @@ def read_back(sequences: Sequence[ScheduledSequence], logits: Tensor, num_likeli
     """The results of logits [R, V] float32 on a device; the rows are the sequences', in order.
 
     All that the step needs is started before the one wait for the device.
-
-    Raises InvariantError when the logits of a sampled row hold NaN or +inf.
     """
     parts = [choose_tokens(sequences, logits)]
     if num_likeliest:
@@ -57,7 +56,6 @@ def read_back(sequences: Sequence[ScheduledSequence], logits: Tensor, num_likeli
         parts.append(torch.cat([by_sequence[n] for n in whole]))
     on_host = device_copies.to_host(*parts)
     token_ids: list[int] = on_host[0].tolist()
-    require_drawn(min(token_ids, default=0))
     rows: dict[int, Tensor] = {}
     if whole:
         parts_of_whole = torch.split_with_sizes(on_host[-1], [counts[n] for n in whole])
@@ -74,8 +72,8 @@ def _needs_rows(sequence: ScheduledSequence) -> bool:
 def choose_tokens(sequences: Sequence[ScheduledSequence], logits: Tensor) -> Tensor:
     """One token per row of logits [R, V] float32, on their device; the rows are the sequences', in order.
 
-    Rows of requests that this does not cover get their most likely token. -1 stands for a sampled row that
-    holds NaN or +inf.
+    Rows of requests that this does not cover get their most likely token. -1 stands for a row that holds NaN
+    or +inf.
     """
     keys: list[int] = []
     parameters: list[tuple[float, int, float, float]] = []
@@ -90,7 +88,8 @@ def choose_tokens(sequences: Sequence[ScheduledSequence], logits: Tensor) -> Ten
         keys += [_signed(position_key(sampling.seed, sequence.request.num_tokens + d)) for d in depths]
         parameters += [draw_parameters(sampling)] * num_rows
     if all(temperature == 0.0 for temperature, *_ in parameters):
-        return logits.argmax(dim=-1)
+        likeliest = logits.argmax(dim=-1, keepdim=True)
+        return likeliest.where(logits.gather(1, likeliest).isfinite(), -1)[:, 0]
     return _draw(logits, keys, parameters)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from tandem_core.sampling import SamplingParams
 
+from tandem_engine.guided import Mask
 from tandem_engine.sampling.custom import NO_PROCESSORS, LogitsProcessors, Row
 
 TokenIds = npt.NDArray[np.int64]
@@ -133,7 +134,8 @@ def process(
     return row
 
 
-def restrict(row: Row, raw: Row, allowed: npt.NDArray[np.bool_]) -> Row:
+def restrict(row: Row, raw: Row, mask: Mask) -> Row:
     """-inf for tokens that a guide does not allow; of the raw row, if the processed one leaves none."""
+    allowed = np.unpackbits(mask, count=len(row), bitorder="little").view(np.bool_)
     restricted = np.where(allowed, row, _DROPPED)
     return restricted if restricted.max() > _DROPPED else np.where(allowed, raw, _DROPPED)

@@ -2,17 +2,18 @@
 
 A TokenChooser serves one request in one step. It starts from the request's tokens, and each choice becomes
 part of the text for the next one (penalties, min_tokens, the position of the random numbers). The n tokens of
-a verified draft therefore equal those of n single steps.
+a verified draft therefore equal those of n single steps. What a guide allows comes with the row (guided.py).
 """
 
 from __future__ import annotations
 
 import math
 
-from tandem_core.errors import InvariantError
+from tandem_core.errors import LogitsError
 from tandem_core.sampling import SamplingParams
 from tandem_kernels import draw_token
 
+from tandem_engine.guided import Mask
 from tandem_engine.request import Request
 from tandem_engine.sampling import processors
 from tandem_engine.sampling.custom import NO_PROCESSORS, LogitsProcessors, Row
@@ -24,8 +25,9 @@ MIN_TEMPERATURE = 1e-5
 
 
 def most_likely(row: Row) -> int:
-    """Index of the largest value in row [V]; the lowest of equals."""
-    return int(row.argmax())
+    """Index of the largest value in row [V], the lowest of equals; -1 if that is NaN or infinite."""
+    token_id = int(row.argmax())
+    return token_id if math.isfinite(row[token_id]) else -1
 
 
 def draw_parameters(params: SamplingParams) -> tuple[float, int, float, float]:
@@ -34,10 +36,11 @@ def draw_parameters(params: SamplingParams) -> tuple[float, int, float, float]:
     return max(params.temperature, MIN_TEMPERATURE), params.top_k, params.top_p, log_min_p
 
 
-def require_drawn(token_id: int) -> None:
-    """Raises InvariantError for what `draw_tokens` returns when there is no distribution to draw from."""
+def checked(token_id: int) -> int:
+    """The token. Raises LogitsError for -1, which stands for a row without a distribution."""
     if token_id < 0:
-        raise InvariantError("cannot sample: the logits hold NaN or +inf, or no token is left")
+        raise LogitsError
+    return token_id
 
 
 class TokenChooser:
@@ -55,33 +58,27 @@ class TokenChooser:
             if self._params.changes_logits
             else None
         )
-        self._guide = request.guide
-        if self._guide is not None:
-            self._guide.follow(request.output_token_ids)
 
-    def choose(self, row: Row) -> int:
-        """The next token from its raw logits [V], which stay unchanged.
+    def choose(self, row: Row, mask: Mask | None = None) -> int:
+        """The next token from its raw logits [V], which stay unchanged. mask: the tokens that a guide allows.
 
-        Raises InvalidRequestError if a custom logits processor fails, InvariantError when the logits of a
-        sampled token hold NaN or +inf.
+        Raises InvalidRequestError if a custom logits processor fails, LogitsError when the logits hold NaN or
+        +inf.
         """
         raw = row
         if self._history is not None:
             row = processors.process(
                 row, self._params, self._history, self._num_output, self._end_token_ids, self._custom
             )
-        if self._guide is not None:
-            row = processors.restrict(row, raw, self._guide.allowed(len(row)))
+        if mask is not None:
+            row = processors.restrict(row, raw, mask)
         if self._params.is_greedy:
-            token_id = most_likely(row)
+            token_id = checked(most_likely(row))
         else:
             key = position_key(self._params.seed, self._position)
-            token_id = draw_token(row, key, *draw_parameters(self._params))
-            require_drawn(token_id)
+            token_id = checked(draw_token(row, key, *draw_parameters(self._params)))
         if self._history is not None:
             self._history.append(token_id)
-        if self._guide is not None:
-            self._guide.consume(token_id)
         self._position += 1
         self._num_output += 1
         return token_id

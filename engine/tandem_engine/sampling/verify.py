@@ -7,24 +7,35 @@ Ancestral sampling over each sequence's tree: at node u a token y is sampled fro
 after u's path and emitted. If y is a child of u, the walk continues there, else it stops. Each token is
 sampled as without a draft, with the same random numbers, so drafts change only the speed.
 
-The walk also stops at a token that ends the text. The scheduler applies limits, the pod stop strings.
+The walk also stops at a token that ends the text, and at a node without a mask of the request's guide. The
+scheduler applies limits, the pod stop strings.
+
+An exception while one sequence is verified is that sequence's result; the others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+import numpy as np
 import torch
-from tandem_core.errors import InvalidRequestError, InvariantError
+from tandem_core.errors import InvariantError
+from tandem_core.guide import Guide
 from tandem_core.sampling import TokenLogprobs
 from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
+from tandem_engine.guided import GuideState, Mask
 from tandem_engine.sampling.custom import NO_PROCESSORS, LogitsProcessors
 from tandem_engine.sampling.device import StepResults
-from tandem_engine.sampling.sampler import TokenChooser
+from tandem_engine.sampling.sampler import TokenChooser, checked
+
+#: By request id: the masks of its guide at each node of its draft, see GuideState.masks.
+StepMasks: TypeAlias = Mapping[str, Future[list[Mask | None]]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class Verified:
     #: One per token if the request asked for them, else empty.
     logprobs: tuple[TokenLogprobs, ...]
     #: Why no token could be chosen; the token is then without meaning, and the request must end.
-    error: InvalidRequestError | None = None
+    error: Exception | None = None
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.path) == len(self.accepted_sources) + 1:
@@ -59,6 +70,23 @@ class Verifier:
 
     def __init__(self, custom: LogitsProcessors = NO_PROCESSORS) -> None:
         self.custom = custom
+        #: Changes with each sequence.
+        self.work_done = 0
+        #: "": none is being verified.
+        self.verified_request_id = ""
+        self._workers = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="guide")
+
+    def start_masks(self, batch: Batch) -> StepMasks:
+        """Begins to compute what guides allow, on other threads; needs no logits."""
+        masks: dict[str, Future[list[Mask | None]]] = {}
+        by_guide: defaultdict[Guide | None, list[tuple[ScheduledSequence, GuideState]]] = defaultdict(list)
+        for sequence in batch.sequences:
+            if sequence.samples and sequence.request.guide is not None:
+                masks[sequence.request.request_id] = Future()
+                by_guide[sequence.request.sampling.guide].append((sequence, sequence.request.guide))
+        for guided in by_guide.values():
+            self._workers.submit(_fill_masks, guided, masks)
+        return masks
 
     def verify(
         self,
@@ -66,12 +94,14 @@ class Verifier:
         logits: Tensor,
         results: StepResults | None = None,
         most_likely: list[int] | None = None,
+        masks: StepMasks | None = None,
     ) -> list[Verified]:
         """One result per sampling sequence, in batch order; logits [R, V] float32, R = batch.num_logits_rows.
 
         results: what was read back of logits on a device. There all nodes of a draft are decided beforehand;
         on the host only nodes that are visited are worth the time. most_likely: the token of each row's
-        largest logit, if it is known. Must be called before the step's tokens are added to the requests.
+        largest logit, -1 for a row that holds NaN or +inf; None: not known. masks: from `start_masks`. Must
+        be called before the step's tokens are added to the requests.
         """
         if logits.ndim != 2 or logits.shape[0] != batch.num_logits_rows:
             raise InvariantError(
@@ -84,51 +114,82 @@ class Verifier:
             and (s.request.sampling.is_greedy or results is not None)
             for s in sampling
         ]
+        if masks is None:
+            masks = self.start_masks(batch)
         decided: list[int] = []
         if any(is_decided):
             decided = results.token_ids if results is not None else most_likely or _argmax(logits)
         verified: list[Verified] = []
         first_row = 0
         for n, (sequence, is_known) in enumerate(zip(sampling, is_decided, strict=True)):
+            self.work_done += 1
             end_row = first_row + sequence.num_logits_rows
-            search = sequence.request.search
-            if search is not None:
-                if sequence.beam == 0:
-                    num_beams = search.num_running
-                    rows_of_beams = (
-                        logits[first_row : first_row + num_beams]
-                        if results is None
-                        else torch.cat([results.rows[n + beam] for beam in range(num_beams)])
-                    )
-                    search.advance(torch.log_softmax(rows_of_beams.float(), dim=-1).numpy())
-                # Stands for the step's result, which is the search's.
-                verified.append(Verified((0,), (0,), (), ()))
-                first_row = end_row
-                continue
-            choices = decided[first_row:end_row] if is_known else None
-            rows = None
-            if results is not None:
-                rows = results.rows.get(n)
-            elif choices is None or sequence.request.sampling.logprobs is not None:
-                rows = logits[first_row:end_row]
+            request = sequence.request
+            self.verified_request_id = request.request_id
+            search = request.search
             try:
-                verified.append(_verify_sequence(sequence, rows, choices, self.custom))
-            except InvalidRequestError as error:
-                verified.append(Verified((0,), (0,), (), (), error))
+                if request.prompt_scores is not None and request.prompt_scores.error is not None:
+                    raise request.prompt_scores.error
+                if search is not None:
+                    if sequence.beam == 0:
+                        num_beams = search.num_running
+                        rows_of_beams = (
+                            logits[first_row : first_row + num_beams]
+                            if results is None
+                            else torch.cat([results.rows[n + beam] for beam in range(num_beams)])
+                        )
+                        search.advance(torch.log_softmax(rows_of_beams.float(), dim=-1).numpy())
+                    verified.append(_NO_RESULT)
+                else:
+                    choices = decided[first_row:end_row] if is_known else None
+                    rows = None
+                    if results is not None:
+                        rows = results.rows.get(n)
+                    elif choices is None or request.sampling.logprobs is not None:
+                        rows = logits[first_row:end_row]
+                    allowed = masks[request.request_id].result() if request.guide is not None else None
+                    verified.append(_verify_sequence(sequence, rows, choices, allowed, self.custom))
+            except Exception as error:
+                verified.append(replace(_NO_RESULT, error=error))
             first_row = end_row
+        self.verified_request_id = ""
         return verified
 
 
+#: For a beam search, which has the step's result itself, and for a sequence that failed.
+_NO_RESULT = Verified((0,), (0,), (), ())
+
+
+def _fill_masks(guided: Sequence[tuple[ScheduledSequence, GuideState]], masks: StepMasks) -> None:
+    """For sequences with the same guide, one after the other: see guided.py."""
+    for sequence, state in guided:
+        request, future = sequence.request, masks[sequence.request.request_id]
+        try:
+            future.set_result(state.masks(request.output_token_ids, sequence.draft, request.eos_token_ids))
+        except BaseException as error:  # panics of libraries in Rust are no Exceptions
+            future.set_exception(error if isinstance(error, Exception) else InvariantError(repr(error)))
+
+
 def _argmax(logits: Tensor) -> list[int]:
-    """The most likely token of each row, the lowest of equals; numpy is ten times as fast as torch here."""
-    return cast(list[int], logits.numpy().argmax(axis=-1).tolist())
+    """The most likely token of each row, the lowest of equals, or -1; numpy is ten times as fast as torch
+    here."""
+    rows = logits.numpy()
+    tokens = rows.argmax(axis=-1)
+    is_finite = np.isfinite(np.take_along_axis(rows, tokens[:, None], axis=-1)[:, 0])
+    result: list[int] = np.where(is_finite, tokens, -1).tolist()
+    return result
 
 
 def _verify_sequence(
-    sequence: ScheduledSequence, rows: Tensor | None, choices: list[int] | None, custom: LogitsProcessors
+    sequence: ScheduledSequence,
+    rows: Tensor | None,
+    choices: list[int] | None,
+    masks: list[Mask | None] | None,
+    custom: LogitsProcessors,
 ) -> Verified:
     """rows [n, V] raw logits on the host, one per node, None if unused; choices [n] if they are decided
-    already. Raises InvalidRequestError if a custom logits processor fails.
+    already; masks [n] of a request with a guide. Raises LogitsError, and InvalidRequestError if a custom
+    logits processor fails.
     """
     request = sequence.request
     num_present = 1 if sequence.draft is not None else sequence.num_new_tokens
@@ -138,11 +199,12 @@ def _verify_sequence(
             f"but the step samples after {sequence.start + num_present}"
         )
     if choices is not None:
-        token_ids, path = _walk(sequence, choices.__getitem__)
+        token_ids, path = _walk(sequence, lambda node: checked(choices[node]))
     else:
         chooser = TokenChooser(request, custom)
         host_rows = _present(rows).numpy()
-        token_ids, path = _walk(sequence, lambda node: chooser.choose(host_rows[node]))
+        allowed = masks or [None] * len(host_rows)
+        token_ids, path = _walk(sequence, lambda node: chooser.choose(host_rows[node], allowed[node]), masks)
     num_top = request.sampling.logprobs
     logprobs: tuple[TokenLogprobs, ...] = ()
     if num_top is not None:
@@ -162,9 +224,9 @@ def _present(rows: Tensor | None) -> Tensor:
 
 
 def _walk(
-    sequence: ScheduledSequence, choose: Callable[[int], int]
+    sequence: ScheduledSequence, choose: Callable[[int], int], masks: list[Mask | None] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids and nodes from the root until a choice is no child or ends the text."""
+    """Token ids and nodes from the root until a choice is no child, has no mask, or ends the text."""
     request = sequence.request
     if sequence.draft is None:
         return (choose(0),), (0,)
@@ -182,6 +244,8 @@ def _walk(
         if ends_here or num_output + len(token_ids) >= request.sampling.max_tokens:
             break
         node = children[node].get(token_id)
+        if masks is not None and node is not None and masks[node] is None:
+            break
     return tuple(token_ids), tuple(path)
 
 

@@ -23,6 +23,7 @@ the engine's thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tandem_core.errors import CapacityError, InvalidRequestError, InvariantError
@@ -134,11 +135,12 @@ class Scheduler:
 
     # -- a step ---------------------------------------------------------------------------------------
 
-    def schedule(self, max_prompt_tokens: int | None = None) -> Batch | None:
+    def schedule(self, max_prompt_tokens: int | None = None, score_weight: float = 1.0) -> Batch | None:
         """The next step's work; None when nothing can run (idle, or all wait for KV or its blocks).
 
         While a sequence decodes, all prompts together get at most `max_prompt_tokens`, and at most the
-        `enough_prompt_tokens` of the configuration.
+        `enough_prompt_tokens` of the configuration. A token of a prompt with log probabilities counts as
+        `score_weight` tokens, so that such chunks take no longer than others.
         The draft of each running request is used, shrunk or dropped, and cleared. The batch must come
         back through `update` before the next call.
         """
@@ -169,9 +171,11 @@ class Scheduler:
         wanted = enough or budget
         for request in prefilling:
             if budget > 0 and wanted > 0:
-                chunk = prefill_sequence(self._blocks, request, min(budget, self.config.chunk_size))
-                budget -= chunk.num_new_tokens
-                wanted -= chunk.num_new_tokens
+                weight = 1.0 if request.prompt_scores is None else score_weight
+                most = max(int(min(budget, self.config.chunk_size) / weight), 1)
+                chunk = prefill_sequence(self._blocks, request, most)
+                budget -= math.ceil(weight * chunk.num_new_tokens)
+                wanted -= math.ceil(weight * chunk.num_new_tokens)
                 sequences.append(chunk)
         for request in self._queues.running:
             request.draft = None

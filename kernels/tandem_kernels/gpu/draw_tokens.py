@@ -70,11 +70,11 @@ def draw_tokens_kernel(
     # Padding lanes of a short row never hold its maximum, unless all is -inf.
     greedy_id = tl.min(tl.where(largest == top, largest_id, 0x7FFFFFFF), 0)
     temperature = tl.load(temperature_ptr + r)
-    if temperature == 0.0:
-        tl.store(out_ptr + r, greedy_id.to(tl.int64))
-        return
     if (tl.max(is_bad, 0) != 0) | (tl.abs(top) == float("inf")):
         tl.store(out_ptr + r, tl.full([], -1, dtype=tl.int64))
+        return
+    if temperature == 0.0:
+        tl.store(out_ptr + r, greedy_id.to(tl.int64))
         return
 
     # Rows are at most 0: the larger, the smaller the bits of their magnitude.

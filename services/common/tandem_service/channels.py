@@ -30,8 +30,8 @@ def _keepalive(interval_ms: int) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_timeout_ms", interval_ms),
         # Without it gRPC 1.80 waits up to a minute for the answer to a ping, despite the line above.
         ("grpc.http2.ping_timeout_ms", interval_ms),
-        # gRPC pings with most data to measure the bandwidth. One of these pings would be under way whenever this
-        # process is paused, and its time over when it continues.
+        # gRPC pings with most data to measure the bandwidth. One of these pings would be under way whenever
+        # this process is paused, and its time over when it continues.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -183,7 +183,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                             return_when=asyncio.FIRST_COMPLETED,
                         )
                         if not computing.done():
-                            await leave_if_stuck(self._loop, context)
+                            await leave_if_stuck(self._loop, context, state.request_id)
                             num_failed = attempts.num_failed
                             yield self._progress(attempts)
                             attempts.reported(num_failed)
@@ -199,7 +199,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             while stream.finish_reason is None:
                 new = await outputs.get(_HEARTBEAT_S)
                 if new is None:
-                    await leave_if_stuck(self._loop, context)
+                    await leave_if_stuck(self._loop, context, state.request_id)
                 is_silent = self._is_draining or state.search is not None
                 if new is None or (is_silent and time.monotonic() - told_at > _HEARTBEAT_S):
                     told_at = time.monotonic()

@@ -17,7 +17,7 @@ TandemError
     ├── DeadlineError           the deadline passed           DEADLINE_EXCEEDED    504
     ├── UnavailableError        no decode pod, or it failed   UNAVAILABLE          503 + Retry-After
     │   └── AnswerGivenUpError  Redis has lost the answer
-    ├── CrashingRequestError    two pods crashed with it      FAILED_PRECONDITION  422
+    ├── CrashingRequestError    pods crashed with it          FAILED_PRECONDITION  422
     └── UpstreamError           the pod failed otherwise      INTERNAL             500
 """
 

@@ -1,11 +1,15 @@
 """Detects an engine whose thread hangs: it neither waits for work nor makes progress.
 
-The compiled CPU kernels count their work, some columns of a product at a time, so that a second without
-progress is a hang for any model and prompt. Otherwise only ends of steps count, which take far longer.
+The compiled CPU kernels count their work, some columns of a product at a time, and the engine counts the
+sequences that it verifies and the prompts' rows that it scores. So a second without progress is a hang for
+any model and request. Without these kernels a step of the model is one unit, which takes far longer.
 
     stuck     the pod is NOT_SERVING, ends its streams with UNAVAILABLE and takes no new ones
     for 10 s  the process ends, so that its supervisor starts another
     it moves  the pod serves again: its memory was on a slow disk, or its host was suspended
+
+Callers count a hang like a crash, against requests whose work was under way. The others get CANCELLED, which
+does not count. A thread that has ended ends the process at once.
 """
 
 from __future__ import annotations
@@ -53,6 +57,8 @@ class EngineWatch:
         while True:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
+            if self._loop.has_died():
+                self._on_hang(RuntimeError("the engine's thread has ended"))
             # If this task runs late, so does the whole process: the host is busy or was suspended.
             silent_s += min(now - looked_at, 2 * _LOOK_S)
             looked_at = now
@@ -68,7 +74,13 @@ class EngineWatch:
                 self._on_hang(TimeoutError(f"the engine has made no progress for {silent_s:.0f} s"))
 
 
-async def leave_if_stuck(loop: EngineLoop, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Ends the call with UNAVAILABLE if the engine hangs; normal ends of calls need the engine."""
-    if loop.is_stuck:
+async def leave_if_stuck(
+    loop: EngineLoop, context: grpc.aio.ServicerContext[Any, Any], request_id: str | None = None
+) -> None:
+    """Ends the call if the engine hangs, because normal ends of calls need the engine: with UNAVAILABLE, or
+    with CANCELLED if the engine does not work on the request."""
+    if not loop.is_stuck:
+        return
+    if request_id is None or loop.engine.is_under_way(request_id):
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine hangs")
+    await context.abort(grpc.StatusCode.CANCELLED, "the engine hangs with other requests")

@@ -15,6 +15,7 @@ from tandem_core.errors import (
     CapacityError,
     InvalidRequestError,
     LayoutMismatchError,
+    LogitsError,
     ModelLoadError,
     TransferError,
 )
@@ -34,6 +35,7 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     # request.
     CapacityError: grpc.StatusCode.FAILED_PRECONDITION,
     LayoutMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    LogitsError: grpc.StatusCode.INTERNAL,
     TransferError: grpc.StatusCode.UNAVAILABLE,
 }
 

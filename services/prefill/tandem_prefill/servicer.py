@@ -168,7 +168,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         while not await wait_for_future(settled, _HEARTBEAT_S):
             if transfer.state is TransferState.FAILED:  # the rest of the work would be useless
                 transfer.done.result()
-            await leave_if_stuck(self._loop, context)
+            await leave_if_stuck(self._loop, context, prompt.request_id)
             yield prefill_pb2.PrefillResponse(
                 progress=prefill_pb2.PrefillProgress(
                     computed_tokens=prompt.num_computed_tokens,

@@ -3,5 +3,6 @@
 gateway.py            prepares a request, runs it, and completes its receipt
 choices.py            runs several choices of one call
 relay.py              streams from a decode pod, and from another one when the first is lost
+suspects.py           finds the request that crashes pods
 trace_attributes.py   attributes of a call's span
 """

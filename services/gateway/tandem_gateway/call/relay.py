@@ -4,7 +4,8 @@
        ^               |
        +-- the pod is lost: the relay tries another pod, or waits for one. If two pods of either role crashed
        |   with the request since its last token, or four went silent, the request may be the cause and is not
-       |   tried again. A refused connection or a cancellation while draining does not count as a crash
+       |   tried again, except once more if others may be the cause too (suspects.py). A refused connection or
+       |   a cancellation, while draining or because of other requests, does not count as a crash
        +-- the pod drains: the relay moves to another pod as soon as there is one, which fetches the KV from
        |   the draining pod
        +-- FAILED_PRECONDITION, the request exceeds the pod's KV pool: the relay tries another pod; if every
@@ -36,6 +37,7 @@ from tandem_service import tracing
 from tandem_service.interceptors import REQUEST_ID_KEY
 
 from tandem_gateway.call.silence import Silence
+from tandem_gateway.call.suspects import Suspect, Suspects
 from tandem_gateway.errors import (
     ContextLengthError,
     CrashingRequestError,
@@ -105,6 +107,7 @@ class Relay:
         self._log = structlog.get_logger("tandem.relay")
         self._planning = asyncio.Lock()
         self._silence = Silence(_SILENCE_LIMIT_S)
+        self._suspects = Suspects()
         #: Tasks that read calls to their ends.
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -120,17 +123,19 @@ class Relay:
             placed = placed.part(request)
             if planned is not None:
                 planned = replace(planned, computes_prompt=planned.decode, start=planned.stop - 1)
+        suspect = Suspect(self._suspects)
         try:
-            async with aclosing(self._attempts(request, placed, planned)) as events:
+            async with aclosing(self._attempts(request, placed, planned, suspect)) as events:
                 async for event in events:
                     if is_part and isinstance(event, decode_pb2.DecodeChunk):
                         placed.gained(placed.num_tokens + len(event.token_ids), time.monotonic())
                     yield event
         finally:
+            suspect.clear()
             placed.leave()
 
     async def _attempts(
-        self, request: TokenizedRequest, placed: Placed, planned: Route | None
+        self, request: TokenizedRequest, placed: Placed, planned: Route | None, suspect: Suspect
     ) -> AsyncGenerator[Event | decode_pb2.DecodeBeams, None]:
         """Yields the events from one pod after the other, until a pod has completed the answer. `planned`:
         the route of the first attempt."""
@@ -156,6 +161,9 @@ class Relay:
         #: Start of the current time without progress, after a loss.
         idle_since_ns: int | None = None
         while True:
+            if num_crashed >= MAX_CRASHES:
+                await self._wait_for_turn(suspect, request)
+                give_up_at = None
             route = None
             if planned is not None and planned.decode.healthy:
                 route = planned
@@ -177,6 +185,8 @@ class Relay:
                 waited_ns = time.monotonic_ns() - began_ns
             if placed.route is not route:
                 placed.move(route)
+            if num_crashed:
+                suspect.enter(route.decode.target, route.computes_prompt.target)
             num_before, num_crashed_before = len(tokens), num_crashed
             #: Number of failed calls of this pod to prefill pods.
             num_failed = 0
@@ -199,7 +209,7 @@ class Relay:
                                 self._fleet.note_failure()
                             if event.prefill_crashes:
                                 num_crashed = num_crashed_before + event.prefill_crashes
-                                self._check_crashes(num_crashed, len(tokens))
+                                self._check_crashes(num_crashed, len(tokens), suspect)
                             others = failed.union(too_small, (route.decode.target,))
                             if event.draining and self._router.has_decode_pod(others):
                                 kv_source = route.decode.target
@@ -208,6 +218,8 @@ class Relay:
                         if isinstance(event, decode_pb2.DecodeChunk):
                             placed.computed()
                             tokens += event.token_ids
+                            if num_crashed:
+                                suspect.clear()
                             num_crashed = 0.0
                             last_ns = time.monotonic_ns()
                             first_ns = first_ns or last_ns
@@ -237,7 +249,7 @@ class Relay:
                 idle_since_ns = last_ns or tried_ns
                 decode_ns += last_ns - first_ns
                 failover_ns += first_ns - tried_ns if first_ns else 0
-                self._check_crashes(num_crashed, len(tokens))
+                self._check_crashes(num_crashed, len(tokens), suspect)
                 if give_up_at is None or error.accepted:
                     give_up_at = self._outage_ends(request)
                 self._log.warning(
@@ -256,8 +268,14 @@ class Relay:
             # Without another pod, try one that failed and is healthy again.
             return self._router.choose(request, failed | too_small) or self._router.choose(request, too_small)
 
-    def _check_crashes(self, num_crashed: float, num_tokens: int) -> None:
-        if num_crashed >= MAX_CRASHES:
+    async def _wait_for_turn(self, suspect: Suspect, request: TokenizedRequest) -> None:
+        try:
+            await suspect.wait_for_turn(request.deadline - time.monotonic())
+        except TimeoutError:
+            raise DeadlineError("the deadline passed while requests went on after crashes of pods") from None
+
+    def _check_crashes(self, num_crashed: float, num_tokens: int, suspect: Suspect) -> None:
+        if suspect.is_the_cause(num_crashed):
             raise CrashingRequestError(
                 f"{MAX_CRASHES} pods crashed while they computed token {num_tokens + 1} of this request, or "
                 f"{MAX_CRASHES / _SILENCE_CRASHES:g} went silent; the request may be the cause, so no other "
@@ -300,7 +318,7 @@ class Relay:
                 speculation=request.speculation or "",
                 output_token_ids=tokens,
                 decode_retries=num_lost + request.is_repeated,
-                crashes=int(num_crashed),
+                crashes=min(int(num_crashed), MAX_CRASHES - 1),
                 kv_source=kv_source,
                 one_token_chunks=request.one_token_events,
                 due_seconds=request.due - now,
