@@ -30,7 +30,7 @@ from tandem_service.tls import is_loopback
 from tandem_gateway.admission.admission import Admission
 from tandem_gateway.admission.forecast import Forecaster
 from tandem_gateway.admission.quotas import OpenCalls
-from tandem_gateway.answers.answer_store import AnswerStore
+from tandem_gateway.answers.answer_store import AnswerStore, model_key
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, KeyFileError
 from tandem_gateway.call.gateway import Gateway, max_message_bytes
@@ -129,7 +129,10 @@ class GatewayProcess:
         self.store = None
         if address is not None:
             self.store = AnswerStore(
-                address, ttl_s=settings.resume_ttl_s, longest_s=settings.request_timeout_s
+                address,
+                model=model_key(tokenizer.manifest),
+                ttl_s=settings.resume_ttl_s,
+                longest_s=settings.request_timeout_s,
             )
         self._answers = Answers(
             self.gateway.run,

@@ -1,8 +1,10 @@
 """Cut streams are resumed, and repeated requests joined: in one gateway, and in another through Redis."""
 
 import asyncio
+import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -10,9 +12,10 @@ from pathlib import Path
 import grpc
 import pytest
 import redis.asyncio as redis
-from fake_pods import FakePod
+from fake_pods import REVISION, FakePod
+from google.protobuf.descriptor import Descriptor
 from redis_servers import RedisServer, answers
-from tandem_gateway.answers.answer_store import StoreError
+from tandem_gateway.answers.answer_store import FORMAT, StoreError
 from tandem_proto.v1 import answers_pb2, gateway_pb2
 from waiting import until, until_async
 
@@ -31,6 +34,12 @@ async def redis_url(tmp_path: Path) -> AsyncIterator[str]:
         await answers(client)
     yield server.url
     await server.stop()
+
+
+async def key_of(client: redis.Redis, event_id: str) -> str:
+    """Redis' key of the answer's hash."""
+    (key,) = await client.keys(f"tandem:answer:*:{{{event_id[:16]}}}")
+    return key.decode()
 
 
 async def never_renewed() -> None:
@@ -191,8 +200,7 @@ async def test_a_gateway_without_lease_does_not_append_to_a_claimed_answer(
     ):
         parts = response.aiter_text()
         text += await anext(parts)
-        name = events_of(text)[0][0][:16]
-        owner = await client.hget("tandem:answer:{" + name + "}", "owner")
+        owner = await client.hget(await key_of(client, events_of(text)[0][0]), "owner")
         monkeypatch.setattr(one.process.store, "renew_lease", never_renewed)
         await client.delete(b"tandem:gateway:" + owner.partition(b":")[0])
         tail = await rest(other, CHAT, events_of(text)[0][0])
@@ -414,8 +422,8 @@ async def test_resuming_an_answer_that_redis_lost_fails_with_not_found(pods, two
     pod = await pods(words=WORDS, pause_s=0.05)
     front, _ = await two_gateways(pod)
     ((event_id, _),) = await first_events(front, CHAT, CHAT_BODY, 1)
-    key = "tandem:answer:{" + event_id[:16] + "}"
     async with redis.Redis.from_url(redis_url) as client:
+        key = await key_of(client, event_id)
         await until_released(client, key)
         async with front.http.stream("POST", CHAT, headers={"last-event-id": event_id}) as response:
             await anext(response.aiter_text())
@@ -435,8 +443,8 @@ async def test_foreign_values_in_redis_affect_only_their_answer(pods, two_gatewa
     pod = await pods(words=WORDS)
     one, other = await two_gateways(pod)
     ((event_id, _),) = await first_events(one, CHAT, CHAT_BODY, 1)
-    key = "tandem:answer:{" + event_id[:16] + "}"
     async with redis.Redis.from_url(redis_url) as client:
+        key = await key_of(client, event_id)
         await until_released(client, key)
         match what:
             case "record":
@@ -457,6 +465,59 @@ async def test_foreign_values_in_redis_affect_only_their_answer(pods, two_gatewa
         assert response.status_code == (200 if what == "slo class" else 404)
         head = await first_events(one, CHAT, CHAT_BODY, 1)  # other answers go on through Redis
         assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
+
+
+OTHER_MODELS = [
+    {"revision": "ef" * 32},
+    {"tokenizer_hash": "ef" * 32},
+    {"name": "other-chat", "revision": "01" * 32},
+]
+
+
+@pytest.mark.parametrize("fields", OTHER_MODELS, ids=["revision", "tokenizer", "model"])
+async def test_models_in_one_redis_do_not_share_answers(
+    pods, gateway, model_folder, redis_url, tmp_path, fields
+):
+    """An answer is neither resumed nor joined by a gateway of another model, also if the name is the same."""
+    copy = Path(shutil.copytree(model_folder, tmp_path / "other"))
+    manifest = json.loads((copy / "tandem.json").read_text())
+    (copy / "tandem.json").write_text(json.dumps({**manifest, **fields}))
+    revision = fields.get("revision", REVISION)
+    one = await gateway(await pods(words=WORDS), redis_url=redis_url)
+    other_pod = await pods("d-1", words=(" other",) * 3, revision=revision)
+    other = await gateway(other_pod, redis_url=redis_url, model=copy)
+    fronts = one, other
+    key = {"idempotency-key": "order-17"}
+    heads = [await first_events(front, CHAT, CHAT_BODY, 2, **key) for front in fronts]
+    for front, head in zip(fronts, reversed(heads), strict=True):
+        refused = await front.http.post(CHAT, headers={"last-event-id": head[-1][0]})
+        assert refused.status_code == 404, refused.text
+        assert "another model" in refused.json()["error"]["message"]
+    texts = [
+        await _text(CHAT, head + await rest(front, CHAT, head[-1][0]))
+        for front, head in zip(fronts, heads, strict=True)
+    ]
+    assert texts == ["".join(WORDS), " other" * 3]
+
+
+def _fields(message: Descriptor, seen: set[str]) -> list[str]:
+    """Every field of the message and of those in it."""
+    if message.full_name in seen:
+        return []
+    seen.add(message.full_name)
+    found = [f"{message.full_name}.{field.name} {field.number} {field.type}" for field in message.fields]
+    for field in message.fields:
+        if field.message_type is not None:
+            found += _fields(field.message_type, seen)
+    return found
+
+
+def test_a_changed_record_of_an_answer_has_a_new_format():
+    """If this fails, raise FORMAT unless gateways of the last release ignore the change without harm, and
+    replace the digest."""
+    fields = sorted(_fields(answers_pb2.AnswerRecord.DESCRIPTOR, set()))
+    digest = hashlib.sha256("\n".join(fields).encode()).hexdigest()[:16]
+    assert (FORMAT, digest) == (2, "cc7b016507193653")
 
 
 async def test_an_answer_is_stored_although_redis_first_reply_is_lost(pods, two_gateways, monkeypatch):

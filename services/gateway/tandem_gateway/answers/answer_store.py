@@ -1,10 +1,13 @@
 """Answers in Redis, so that another gateway can continue what one gateway has sent.
 
-tandem:answer:NAME          hash: `record`, an AnswerRecord, and `owner`, the computation that may append, ""
-                            if there is none
-tandem:answer:NAME:events   list of DecodeResponse messages, in the order in which clients get them
-tandem:gateway:ID           exists while the gateway lives: the number of its next owner, and the numbers of
-                            the owners that compute
+tandem:answer:MODEL:NAME         hash: `record`, an AnswerRecord, and `owner`, the computation that may
+                                 append, "" if there is none
+tandem:answer:MODEL:NAME:events  list of DecodeResponse messages, in the order in which clients get them
+tandem:gateway:ID                exists while the gateway lives: the number of its next owner, and the numbers
+                                 of the owners that compute
+
+MODEL names the model and the format of the messages, so gateways of two models, or of two formats, in one
+Redis never read each other's answers.
 
 The stored events are always a prefix of the answer, and mostly all of it. Only the owner appends: a gateway
 that was paused while another one took over its answer is refused. An owner that its gateway no longer lists
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -24,6 +28,7 @@ from typing import Any
 import structlog
 from google.protobuf.message import DecodeError
 from redis.exceptions import NoScriptError, ResponseError
+from tandem_core.model.manifest import ModelManifest
 from tandem_proto.v1 import answers_pb2, decode_pb2
 from tandem_service.redis_client import NO_ANSWER, RedisAddress, connect
 from tandem_service.tasks import end_tasks
@@ -32,6 +37,9 @@ from tandem_gateway.request import Event
 
 _PREFIX = "tandem:answer:"
 _GATEWAY_PREFIX = "tandem:gateway:"
+#: Increase it with every field of AnswerRecord that changes an answer: a gateway of an earlier version would
+#: ignore the field and continue with another text.
+FORMAT = 2
 #: A gateway whose lease expires is considered dead.
 LEASE_MS = 1000
 _HEARTBEAT_S = 0.3
@@ -105,13 +113,21 @@ class StoredAnswer:
     is_owned: bool
 
 
+def model_key(manifest: ModelManifest) -> str:
+    """Equal for gateways that may continue each other's answers."""
+    identity = f"{FORMAT}/{manifest.revision}/{manifest.tokenizer_hash}/{manifest.vocab_size}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+
 class AnswerStore:
     """`await start()`, then `await close()`. Belongs to one event loop. Methods that use Redis raise
     StoreError."""
 
-    def __init__(self, address: RedisAddress, *, ttl_s: float, longest_s: float) -> None:
-        """`ttl_s`: how long an answer is kept after its end; `longest_s`: longest computation."""
+    def __init__(self, address: RedisAddress, *, model: str, ttl_s: float, longest_s: float) -> None:
+        """`model`: the `model_key`; `ttl_s`: how long an answer is kept after its end; `longest_s`: longest
+        computation."""
         self._address = address
+        self._model = model
         self._ttl_ms = round(ttl_s * 1000)
         #: Expiry during a computation.
         self._running_ms = round((longest_s + ttl_s) * 1000)
@@ -159,6 +175,7 @@ class AnswerStore:
 
     async def begin(self, name: str, owner: str, record: answers_pb2.AnswerRecord) -> bool:
         """Creates the answer. False, with nothing written: the name is taken."""
+        record.model = self._model
         return bool(await self._eval(_BEGIN, name, owner, record.SerializeToString(), self._running_ms))
 
     async def append(self, name: str, owner: str, num_before: int, events: Sequence[Event]) -> int | None:
@@ -187,7 +204,7 @@ class AnswerStore:
         """The answer with its events from `start`; None: there is none, or it cannot be read."""
         try:
             async with self.connection() as redis:
-                fields = await redis.hgetall(_PREFIX + _slot(name))
+                fields = await redis.hgetall(self._key(name))
                 if b"record" not in fields:
                     return None
                 owner = fields.get(b"owner", b"").decode()
@@ -198,16 +215,22 @@ class AnswerStore:
                     await redis.get(_GATEWAY_PREFIX + gateway), number
                 )
                 # Read after the check of the owner, which includes a dead owner's last events.
-                payloads = await redis.lrange(_PREFIX + _slot(name) + ":events", start, -1)
+                payloads = await redis.lrange(self._key(name) + ":events", start, -1)
             record = answers_pb2.AnswerRecord.FromString(fields[b"record"])
+            if record.model != self._model:
+                raise ValueError("it belongs to another model or format")
             events = [_event(decode_pb2.DecodeResponse.FromString(payload)) for payload in payloads]
         except (DecodeError, ValueError, WrongTypeError) as error:
             self._log.warning("an answer in Redis cannot be read", name=name, reason=str(error))
             return None
         return StoredAnswer(record, events, owner, is_owned)
 
+    def _key(self, name: str) -> str:
+        # The braces put both keys of an answer into one hash slot of a cluster.
+        return f"{_PREFIX}{self._model}:{{{name}}}"
+
     async def _eval(self, script: str, name: str, *arguments: object) -> int:
-        keys = (_PREFIX + _slot(name), _PREFIX + _slot(name) + ":events")
+        keys = (self._key(name), self._key(name) + ":events")
         async with self.connection() as redis:
             if script not in self._hashes:
                 self._hashes[script] = await redis.script_load(script)
@@ -264,11 +287,6 @@ def _computes(owners: bytes | None, number: str) -> bool:
         return int(number) >= next_owner or int(number) in running
     except ValueError:  # a gateway of an earlier version, without numbers
         return True
-
-
-def _slot(name: str) -> str:
-    """Puts both keys of an answer into one hash slot of a cluster."""
-    return "{" + name + "}"
 
 
 def _payload(event: Event) -> bytes:

@@ -411,7 +411,7 @@ def _checked(answer: Answer, payload_sha256: bytes) -> Answer:
 def _not_kept(event_id: str) -> AnswerNotFoundError:
     return AnswerNotFoundError(
         f"the answer of event {event_id} is not kept here: it has expired, was dropped when memory was full, "
-        "or belongs to another tenant; send the request again"
+        "or belongs to another tenant or another model; send the request again"
     )
 
 
