@@ -565,15 +565,18 @@ async def test_a_client_that_resumes_waits_for_redis(pods, two_gateways, monkeyp
     one, other = await two_gateways(pod)
     head = await first_events(one, CHAT, CHAT_BODY, 3)
     store, calls = other.process.store, []
-    read = store.read
 
-    async def away_at_first(name: str, start: int = 0) -> object:
-        calls.append(name)
-        if len(calls) in (1, 2, 4, 5):  # while it is looked for, and when it is taken over
-            raise StoreError("away")
-        return await read(name, start)
+    def away_at_first(read: Callable) -> Callable:
+        async def read_later(*arguments: object) -> object:
+            calls.append(arguments)
+            if len(calls) in (1, 2, 4, 5):  # while it is looked for, and when it is taken over
+                raise StoreError("away")
+            return await read(*arguments)
 
-    monkeypatch.setattr(store, "read", away_at_first)
+        return read_later
+
+    monkeypatch.setattr(store, "read", away_at_first(store.read))
+    monkeypatch.setattr(store, "read_on", away_at_first(store.read_on))
     assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
     assert len(calls) > 5
 
@@ -616,3 +619,45 @@ async def test_an_answer_is_claimed_although_its_release_is_lost(pods, two_gatew
     await until(lambda: num_lost)
     tail = await asyncio.wait_for(rest(other, CHAT, head[-1][0]), 5)
     assert await _text(CHAT, head + tail) == "".join(WORDS)
+
+
+async def test_following_an_answer_does_not_read_its_prompts_again(pods, two_gateways, redis_url):
+    pod = await pods(words=WORDS, pause_s=0.2)
+    one, other = await two_gateways(pod)
+    body = {**COMPLETION_BODY, "prompt": [list(range(5, 205))] * 16, "logprobs": None}
+    prompts_bytes = 16 * 200
+    headers = {"idempotency-key": "k"}
+    async with redis.Redis.from_url(redis_url) as client:
+
+        async def num_sent() -> int:
+            return int((await client.info("stats"))["total_net_output_bytes"])
+
+        computing = asyncio.create_task(one.http.post(COMPLETIONS, json=body, headers=headers))
+        await until_async(lambda: has_key(client, "tandem:answer:*:events"))
+        before = await num_sent()
+        followed = await other.http.post(COMPLETIONS, json=body, headers=headers)
+        num_bytes = await num_sent() - before
+    assert len(pod.requests) == 16, "the second gateway must have followed"
+    assert followed.text == (await computing).text
+    assert num_bytes < 20 * prompts_bytes, "dozens of reads, of which one needs the prompts"
+
+
+async def has_key(client: redis.Redis, pattern: str) -> bool:
+    return bool(await client.keys(pattern))
+
+
+async def test_a_gateway_lists_no_computation_after_redis_lost_answers(pods, two_gateways, redis_url):
+    pod = await pods(words=WORDS, pause_s=0.4)
+    front, _ = await two_gateways(pod)
+    async with redis.Redis.from_url(redis_url) as client:
+        computing = asyncio.create_task(first_events(front, CHAT, CHAT_BODY, len(WORDS)))
+        for _ in range(3):
+            await until_async(lambda: has_key(client, "tandem:answer:*:events"))
+            await client.flushall()
+        await computing
+
+        async def lists_none() -> bool:
+            listed = await client.get(f"tandem:gateway:{front.process.store.id}")
+            return listed is not None and len(listed.split()) == 1  # the number of the next one
+
+        await until_async(lists_none)

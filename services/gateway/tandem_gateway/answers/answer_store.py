@@ -1,7 +1,7 @@
 """Answers in Redis, so that another gateway can continue what one gateway has sent.
 
-tandem:answer:MODEL:NAME         hash: `record`, an AnswerRecord, and `owner`, the computation that may
-                                 append, "" if there is none
+tandem:answer:MODEL:NAME         hash: `record`, an AnswerRecord, its `id`, and `owner`, the computation that
+                                 may append, "" if there is none
 tandem:answer:MODEL:NAME:events  list of DecodeResponse messages, in the order in which clients get them
 tandem:gateway:ID                exists while the gateway lives: the number of its next owner, and the numbers
                                  of the owners that compute
@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,16 +46,16 @@ _HEARTBEAT_S = 0.3
 #: Longest wait for Redis, because streams pause meanwhile.
 _TIMEOUT_S = 0.5
 
-#: record, events | owner, record, ms -> 1, or 0 if the name is taken. A gateway repeats it after a lost
+#: record, events | owner, ms, id, record -> 1, or 0 if the name is taken. A gateway repeats it after a lost
 #: reply.
 _BEGIN = """
 if redis.call('EXISTS', KEYS[1]) == 1 then
   local gateway = string.match(redis.call('HGET', KEYS[1], 'owner') or '', '^[^:]*')
   local is_ours = gateway == string.match(ARGV[1], '^[^:]*')
-  if not is_ours or redis.call('HGET', KEYS[1], 'record') ~= ARGV[2] then return 0 end
+  if not is_ours or redis.call('HGET', KEYS[1], 'id') ~= ARGV[3] then return 0 end
 end
-redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'record', ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'id', ARGV[3], 'record', ARGV[4])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
 redis.call('DEL', KEYS[2])
 return 1
 """
@@ -106,10 +106,15 @@ class NotOwnerError(Exception):
 @dataclass(frozen=True)
 class StoredAnswer:
     record: answers_pb2.AnswerRecord
+    events: list[Event]
+
+
+@dataclass(frozen=True)
+class StoredProgress:
     #: From the requested position.
     events: list[Event]
     owner: str
-    #: Whether a live gateway computes it.
+    #: Whether a live gateway computes the answer.
     is_owned: bool
 
 
@@ -176,7 +181,8 @@ class AnswerStore:
     async def begin(self, name: str, owner: str, record: answers_pb2.AnswerRecord) -> bool:
         """Creates the answer. False, with nothing written: the name is taken."""
         record.model = self._model
-        return bool(await self._eval(_BEGIN, name, owner, record.SerializeToString(), self._running_ms))
+        payload = record.SerializeToString()
+        return bool(await self._eval(_BEGIN, name, owner, self._running_ms, record.id, payload))
 
     async def append(self, name: str, owner: str, num_before: int, events: Sequence[Event]) -> int | None:
         """Appends events; returns how many are stored. Fewer than before, with nothing written: Redis has
@@ -200,14 +206,29 @@ class AnswerStore:
         self.end(owner)
         await self._eval(_DROP, name, owner)
 
-    async def read(self, name: str, start: int = 0) -> StoredAnswer | None:
-        """The answer with its events from `start`; None: there is none, or it cannot be read."""
-        try:
+    async def read(self, name: str) -> StoredAnswer | None:
+        """The answer with its events so far; None: there is none, or it cannot be read."""
+        with self._unreadable(name):
             async with self.connection() as redis:
-                fields = await redis.hgetall(self._key(name))
-                if b"record" not in fields:
+                payload = await redis.hget(self._key(name), "record")
+                if payload is None:
                     return None
-                owner = fields.get(b"owner", b"").decode()
+                payloads = await redis.lrange(self._key(name) + ":events", 0, -1)
+            record = answers_pb2.AnswerRecord.FromString(payload)
+            if record.model != self._model:
+                raise ValueError("it belongs to another model or format")
+            return StoredAnswer(record, [_event(payload) for payload in payloads])
+        return None
+
+    async def read_on(self, name: str, answer_id: str, start: int) -> StoredProgress | None:
+        """The events from `start`, without the record, which has all prompts. None: there is none of this id,
+        or it cannot be read."""
+        with self._unreadable(name):
+            async with self.connection() as redis:
+                stored_id, stored_owner = await redis.hmget(self._key(name), ("id", "owner"))
+                if stored_id != answer_id.encode():
+                    return None
+                owner = (stored_owner or b"").decode()
                 gateway, _, number = owner.partition(":")
                 # An owner of this gateway has ended but is not released yet, since a gateway computes an
                 # answer once.
@@ -216,14 +237,16 @@ class AnswerStore:
                 )
                 # Read after the check of the owner, which includes a dead owner's last events.
                 payloads = await redis.lrange(self._key(name) + ":events", start, -1)
-            record = answers_pb2.AnswerRecord.FromString(fields[b"record"])
-            if record.model != self._model:
-                raise ValueError("it belongs to another model or format")
-            events = [_event(decode_pb2.DecodeResponse.FromString(payload)) for payload in payloads]
+            return StoredProgress([_event(payload) for payload in payloads], owner, is_owned)
+        return None
+
+    @contextlib.contextmanager
+    def _unreadable(self, name: str) -> Iterator[None]:
+        """Logs and suppresses the errors of a damaged answer."""
+        try:
+            yield
         except (DecodeError, ValueError, WrongTypeError) as error:
             self._log.warning("an answer in Redis cannot be read", name=name, reason=str(error))
-            return None
-        return StoredAnswer(record, events, owner, is_owned)
 
     def _key(self, name: str) -> str:
         # The braces put both keys of an answer into one hash slot of a cluster.
@@ -295,7 +318,9 @@ def _payload(event: Event) -> bytes:
     return decode_pb2.DecodeResponse(chunk=event).SerializeToString()
 
 
-def _event(message: decode_pb2.DecodeResponse) -> Event:
+def _event(payload: bytes) -> Event:
+    """Raises DecodeError, ValueError."""
+    message = decode_pb2.DecodeResponse.FromString(payload)
     match message.WhichOneof("event"):
         case "chunk":
             return message.chunk
