@@ -134,6 +134,7 @@ class GatewayProcess:
                 ttl_s=settings.resume_ttl_s,
                 longest_s=settings.request_timeout_s,
             )
+            metrics.watch_redis(lambda: self.store is not None and self.store.is_connected)
         self._answers = Answers(
             self.gateway.run,
             metrics,

@@ -15,6 +15,7 @@ import redis.asyncio as redis
 from fake_pods import REVISION, FakePod
 from google.protobuf.descriptor import Descriptor
 from redis_servers import RedisServer, answers
+from structlog.testing import capture_logs
 from tandem_gateway.answers.answer_store import FORMAT, StoreError
 from tandem_proto.v1 import answers_pb2, gateway_pb2
 from waiting import until, until_async
@@ -661,3 +662,22 @@ async def test_a_gateway_lists_no_computation_after_redis_lost_answers(pods, two
             return listed is not None and len(listed.split()) == 1  # the number of the next one
 
         await until_async(lists_none)
+
+
+REDIS_GAUGE = "tandem_gateway_redis_connected"
+
+
+async def test_a_redis_that_does_not_answer_shows_in_log_and_metrics(pods, gateway, tmp_path):
+    server = RedisServer(tmp_path / "redis")
+    pod = await pods(words=WORDS)
+    with capture_logs() as lines:
+        front = await gateway(pod, redis_url=server.url)  # it does not run yet
+        assert await front.metric(REDIS_GAUGE) == 0
+        await server.start()
+        await front.until_metric(REDIS_GAUGE, 1)
+        await server.stop()
+        await front.until_metric(REDIS_GAUGE, 0)
+    events = [line["event"].partition(";")[0] for line in lines if "Redis" in line["event"]]
+    assert events == ["Redis does not answer", "Redis connected", "Redis lost"]
+    without = await gateway(pod)
+    assert REDIS_GAUGE not in (await without.http.get(without.metrics_url)).text

@@ -45,6 +45,8 @@ LEASE_MS = 1000
 _HEARTBEAT_S = 0.3
 #: Longest wait for Redis, because streams pause meanwhile.
 _TIMEOUT_S = 0.5
+#: Longest wait for a new connection; no stream waits for it.
+_CONNECT_S = 2.0
 
 #: record, events | owner, ms, id, record -> 1, or 0 if the name is taken. A gateway repeats it after a lost
 #: reply.
@@ -152,8 +154,10 @@ class AnswerStore:
 
     async def start(self) -> None:
         """Connects now, or as soon as Redis answers."""
-        with contextlib.suppress(StoreError):
+        try:
             await self.renew_lease()
+        except StoreError as error:
+            self._log.warning("Redis does not answer; answers stay in this gateway", reason=str(error))
         self._heart = asyncio.create_task(self._keep_alive())
 
     async def close(self) -> None:
@@ -276,7 +280,7 @@ class AnswerStore:
         except NO_ANSWER as error:
             if self._client is client:
                 self._log.warning(
-                    "answers are not stored in Redis until it answers again", reason=str(error) or "no answer"
+                    "Redis lost; answers stay in this gateway", reason=str(error) or "no answer"
                 )
                 self._client = None
                 await _close(client)
@@ -292,10 +296,11 @@ class AnswerStore:
         """Connects if necessary, and tells other gateways that this one lives."""
         if self._client is None:
             try:
-                async with asyncio.timeout(_TIMEOUT_S):
+                async with asyncio.timeout(_CONNECT_S):
                     self._client = await connect(self._address)
             except NO_ANSWER as error:
-                raise StoreError(f"Redis does not answer: {error}") from error
+                raise StoreError(str(error) or f"no reply within {_CONNECT_S:g} s") from error
+            self._log.info("Redis connected; other gateways can resume answers")
         async with self.connection() as redis:
             owners = " ".join(map(str, (self._next_owner, *self._owners)))
             await redis.set(_GATEWAY_PREFIX + self.id, owners, px=LEASE_MS)
