@@ -32,6 +32,7 @@ from tandem_gateway.admission.forecast import Forecaster
 from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.answers.answer_store import AnswerStore, model_key
 from tandem_gateway.answers.answers import Answers
+from tandem_gateway.answers.kept_answers import KeptAnswers
 from tandem_gateway.auth import ApiKeys, KeyFileError
 from tandem_gateway.call.gateway import Gateway, max_message_bytes
 from tandem_gateway.call.relay import Relay
@@ -139,8 +140,11 @@ class GatewayProcess:
             self.gateway.run,
             metrics,
             self.store,
-            ttl_s=settings.resume_ttl_s,
-            max_bytes=settings.resume_max_bytes,
+            kept=KeptAnswers(
+                ttl_s=settings.resume_ttl_s,
+                max_bytes=settings.resume_max_bytes,
+                tenant_bytes=settings.tenant_answer_bytes(),
+            ),
             request_timeout_s=settings.request_timeout_s,
         )
         self._answers_ended = asyncio.Event()

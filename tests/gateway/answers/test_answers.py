@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 import redis.asyncio as redis
 from fake_pods import REVISION, FakePod
@@ -385,6 +386,26 @@ async def test_answers_in_memory_are_bounded(pods, gateway):
     assert {event_id for event_id, _ in await first_events(front, CHAT, CHAT_BODY, 2)} == {""}
     assert await front.metric('tandem_answers_not_kept_total{cause="memory"}') == 1
     assert len(events_of((await running).text)) == 14
+
+
+async def test_a_key_that_cannot_be_kept_is_refused_and_others_keep_theirs(pods, gateway, keys_file):
+    pod = await pods(words=("x" * 100_000,) * 3)
+    front = await gateway(pod, api_keys_file=keys_file, resume_max_bytes=1 << 20)
+
+    async def ask(key: str, tenant: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {tenant}-key", "idempotency-key": key}
+        headers |= {"x-slo-class": "batch"} if tenant == "slow" else {}
+        return await front.http.post(CHAT, json={**CHAT_BODY, "stream": False}, headers=headers)
+
+    first = await ask("k", "slow")
+    answers = [await ask(f"k{number}", "acme") for number in range(4)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429, 429]
+    assert answers[-1].headers["x-refusal-reason"] == "kept answers"
+    assert 1 <= int(answers[-1].headers["retry-after"]) <= 120
+    assert "Idempotency-Key" in answers[-1].json()["error"]["message"]
+    assert (await ask("k0", "acme")).text == answers[0].text
+    assert (await ask("k", "slow")).text == first.text
+    assert len(pod.requests) == 3, "no answer was computed twice"
 
 
 async def test_a_stream_continues_when_redis_stops(pods, gateway, tmp_path):

@@ -188,11 +188,10 @@ class AnswerStore:
         payload = record.SerializeToString()
         return bool(await self._eval(_BEGIN, name, owner, self._running_ms, record.id, payload))
 
-    async def append(self, name: str, owner: str, num_before: int, events: Sequence[Event]) -> int | None:
-        """Appends events; returns how many are stored. Fewer than before, with nothing written: Redis has
-        lost some; None: it has lost the answer. Raises NotOwnerError."""
-        payloads = [_payload(event) for event in events]
-        length = await self._eval(_APPEND, name, owner, num_before, self._running_ms, *payloads)
+    async def append(self, name: str, owner: str, num_before: int, events: Sequence[bytes]) -> int | None:
+        """Appends encoded events; returns how many are stored. Fewer than before, with nothing written: Redis
+        has lost some; None: it has lost the answer. Raises NotOwnerError."""
+        length = await self._eval(_APPEND, name, owner, num_before, self._running_ms, *events)
         if length == -1:
             raise NotOwnerError("another gateway continues this answer")
         return None if length == -2 else length
@@ -221,7 +220,7 @@ class AnswerStore:
             record = answers_pb2.AnswerRecord.FromString(payload)
             if record.model != self._model:
                 raise ValueError("it belongs to another model or format")
-            return StoredAnswer(record, [_event(payload) for payload in payloads])
+            return StoredAnswer(record, [decode_event(payload) for payload in payloads])
         return None
 
     async def read_on(self, name: str, answer_id: str, start: int) -> StoredProgress | None:
@@ -241,7 +240,7 @@ class AnswerStore:
                 )
                 # Read after the check of the owner, which includes a dead owner's last events.
                 payloads = await redis.lrange(self._key(name) + ":events", start, -1)
-            return StoredProgress([_event(payload) for payload in payloads], owner, is_owned)
+            return StoredProgress([decode_event(payload) for payload in payloads], owner, is_owned)
         return None
 
     @contextlib.contextmanager
@@ -317,13 +316,13 @@ def _computes(owners: bytes | None, number: str) -> bool:
         return True
 
 
-def _payload(event: Event) -> bytes:
+def encode_event(event: Event) -> bytes:
     if isinstance(event, decode_pb2.DecodeFinished):
         return decode_pb2.DecodeResponse(finished=event).SerializeToString()
     return decode_pb2.DecodeResponse(chunk=event).SerializeToString()
 
 
-def _event(payload: bytes) -> Event:
+def decode_event(payload: bytes) -> Event:
     """Raises DecodeError, ValueError."""
     message = decode_pb2.DecodeResponse.FromString(payload)
     match message.WhichOneof("event"):
