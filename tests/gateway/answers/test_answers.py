@@ -30,7 +30,7 @@ WITH_USAGE = {**CHAT_BODY, "stream_options": {"include_usage": True}, "logprobs"
 
 @pytest.fixture
 async def redis_url(tmp_path: Path) -> AsyncIterator[str]:
-    server = RedisServer(tmp_path / "redis")
+    server = RedisServer(tmp_path / "redis", is_persistent=False)
     await server.start()
     async with redis.Redis.from_url(server.url) as client:
         await answers(client)
@@ -258,7 +258,7 @@ async def test_requests_with_one_key_get_one_answer(pods, gateway, two_gateways,
 
 async def test_a_key_holds_at_each_gateway_while_redis_hangs(pods, gateway, tmp_path):
     """Two gateways compute the answer, which is the same since the seed is. Both count it."""
-    server = RedisServer(tmp_path / "redis")
+    server = RedisServer(tmp_path / "redis", is_persistent=False)
     await server.start()
     async with redis.Redis.from_url(server.url) as client:
         await answers(client)
@@ -409,7 +409,7 @@ async def test_a_key_that_cannot_be_kept_is_refused_and_others_keep_theirs(pods,
 
 
 async def test_a_stream_continues_when_redis_stops(pods, gateway, tmp_path):
-    server = RedisServer(tmp_path / "redis")
+    server = RedisServer(tmp_path / "redis", is_persistent=False)
     await server.start()
     async with redis.Redis.from_url(server.url) as client:
         await answers(client)
@@ -689,7 +689,7 @@ REDIS_GAUGE = "tandem_gateway_redis_connected"
 
 
 async def test_a_redis_that_does_not_answer_shows_in_log_and_metrics(pods, gateway, tmp_path):
-    server = RedisServer(tmp_path / "redis")
+    server = RedisServer(tmp_path / "redis", is_persistent=False)
     pod = await pods(words=WORDS)
     with capture_logs() as lines:
         front = await gateway(pod, redis_url=server.url)  # it does not run yet
