@@ -13,13 +13,14 @@ latest deltas, so that a pod that reconnects gets only those that it missed.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import xxhash
 from tandem_drafting.lookahead_protocol import SNAPSHOT_CHUNK_BYTES, BadMessageError, spans_to_proto
@@ -52,14 +53,6 @@ def namespace_key(space: pb.Namespace) -> str:
     if len(key) > _MAX_KEY_LENGTH:
         raise BadMessageError(f"namespace: longer than {_MAX_KEY_LENGTH} characters once quoted")
     return key
-
-
-def namespace_of_key(key: str) -> pb.Namespace:
-    """Inverse of `namespace_key`. Raises ValueError for other strings."""
-    parts = key.split("/")
-    if len(parts) != len(_KEY_FIELDS):
-        raise ValueError(f"{key!r} is no namespace's key")
-    return pb.Namespace(**{field: unquote(part) for field, part in zip(_KEY_FIELDS, parts, strict=True)})
 
 
 @dataclass(frozen=True)
@@ -200,6 +193,8 @@ class Namespace:
         self._followers: set[Follower] = set()
         #: When a pod last came or left, in monotonic seconds.
         self.last_used = time.monotonic()
+        #: When its expiry in Redis was last postponed.
+        self.renewed_at = -math.inf
         self._log: deque[_Delta] = deque()
         self._logged_tokens = 0
         #: The log is complete after this entry.
