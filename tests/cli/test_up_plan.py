@@ -216,7 +216,7 @@ def test_with_tls_each_process_gets_the_certificate_of_its_role(tmp_path: Path) 
     [(1, None, None), (2, None, "2"), (4, None, "1"), (9, None, "1"), (2, 3, "3")],
 )
 def test_pods_of_a_role_divide_the_cores(num_pods, asked, threads, monkeypatch):
-    monkeypatch.setattr("tandem_cli.up.up_plan.os.sched_getaffinity", lambda _: set(range(5)))
+    monkeypatch.setattr("tandem_cli.up.up_plan.usable_cpus", lambda: 5)
     options = FleetOptions(model_dir=Path("m"), num_prefill=num_pods, num_decode=num_pods, threads=asked)
     for spec in plan_fleet(options).processes:
         if spec.role in ("prefill", "decode"):

@@ -7,13 +7,13 @@ lookahead  base + 300       decode j's KV ingress  base + 200 + j       metrics 
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tandem_core.usable_cpus import usable_cpus
 from tandem_service.tls import PemFiles, Role
 
 from tandem_cli.up import redis_server
@@ -155,7 +155,7 @@ class _Planner:
         would wait for threads of other pods."""
         threads = self._options.threads
         if threads is None and num_pods > 1:
-            threads = max(1, len(os.sched_getaffinity(0)) // num_pods)
+            threads = max(1, usable_cpus() // num_pods)
         return [] if threads is None else ["--threads", str(threads)]
 
     def _pod(self, role: str, name: str, ports: dict[str, int], flags: list[str]) -> ProcessSpec:
