@@ -62,6 +62,8 @@ class EngineConfig:
     num_blocks: int = 0
     max_model_len: int = 0
     memory_bytes: int = 0
+    #: Most memory of the drafter's copies of shared text.
+    shared_text_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     block_size: int = 64
     chunk_size: int = 512
@@ -187,6 +189,7 @@ def _num_blocks(
             threads=torch.get_num_threads(),
         ),
         transfer=transfer_bytes(shape, limits.max_seqs),
+        shared_text=config.shared_text_bytes,
     )
     num_blocks, need = fit_pool(
         shape,
