@@ -149,8 +149,9 @@ def fit_pool(
             f"--max-model-len {max_model_len}; set --num-blocks to {for_context} or more, or to 0"
         )
     if room < need.private:
+        shared_text = "--shared-text-bytes, " if need.shared_text else ""
         setting = (
-            ("--chunk-size, --max-batch, --draft-nodes or --shared-text-bytes", "lower one of them")
+            (f"{shared_text}--chunk-size, --max-batch or --draft-nodes", "lower one of them")
             if room >= need.process
             else ("--model", "choose a smaller model")
         )
