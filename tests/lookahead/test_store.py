@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import redis.asyncio as redis
@@ -20,9 +21,10 @@ from tandem_lookahead.store import (
     StoreUnavailableError,
     WrongGenerationError,
 )
+from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_service.redis_client import RedisAddress
 from tandem_service.tasks import end_tasks
-from waiting import until_async
+from waiting import until, until_async
 
 SPANS = (AcceptedSpan("a", 0, (1, 2, 3)),)
 KEY = "acme/rev1/tok1//"
@@ -140,6 +142,25 @@ async def test_expired_namespaces_leave_the_set_and_those_of_an_earlier_version_
         assert await store.namespaces() == [KEY]
         for name in ("stream", "generation"):
             assert await client.ttl(f"tandem:lookahead:2:{{{KEY}}}:{name}") > 0
+
+
+async def test_the_text_of_an_expired_namespace_leaves_the_disk(fleet):
+    process = await fleet.redis()
+    text = tuple(range(70_000, 70_050))
+    payload = pb.SpanBatch(spans=[pb.Span(token_ids=text)]).SerializeToString()[-100:]
+    folder = Path(process.url.removeprefix("unix://")).parent
+
+    def is_on_disk() -> bool:
+        return any(payload in path.read_bytes() for path in folder.rglob("*.aof"))
+
+    async with open_store(process.url) as store, redis.Redis.from_url(process.url) as client:
+        await store.append(KEY, "g1", EntryKind.SPANS, (AcceptedSpan("a", 0, text),))
+        await until(is_on_disk)
+        for name in ("stream", "generation"):
+            await client.pexpire(f"tandem:lookahead:2:{{{KEY}}}:{name}", 1)
+        await asyncio.sleep(0.01)
+        await store.forget_expired()
+        await until(lambda: not is_on_disk())
 
 
 async def test_a_full_redis_has_room_again_after_streams_are_halved(url):

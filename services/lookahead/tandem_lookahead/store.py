@@ -163,14 +163,18 @@ class RedisStore:
             return sorted(key.decode() for key in await self._redis.smembers(_PREFIX + "namespaces"))
 
     async def forget_expired(self) -> None:
-        """Removes expired namespaces from the set, and lets those of an earlier version expire."""
+        """Removes expired namespaces from the set and from Redis' file, and lets those of an earlier version
+        expire."""
+        num_expired = 0
         for key in await self.namespaces():
             with _failures():
                 left_s = await self._redis.ttl(_key(key, "generation"))
                 if left_s == -2:
-                    await self._redis.srem(_PREFIX + "namespaces", key)
+                    num_expired += await self._redis.srem(_PREFIX + "namespaces", key)
             if left_s == -1:
                 await self.renew(key)
+        if num_expired:
+            await self.forget_deleted()
 
     async def renew(self, namespace_key: str) -> None:
         """Postpones the namespace's expiry."""
