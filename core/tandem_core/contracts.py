@@ -21,6 +21,8 @@ class RefusalReason(enum.Enum):
     TENANT_CALLS = "tenant calls"
     OPEN_CALLS = "open calls"
     TOKENIZING = "tokenizing"
+    #: An answer of an idempotency key cannot be kept.
+    KEPT_ANSWERS = "kept answers"
     POD_FULL = "pod full"
     #: The request would miss this objective, or make another request miss one.
     TTFT = "ttft"

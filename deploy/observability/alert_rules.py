@@ -195,6 +195,14 @@ ALERTS = (
         "Requests are served, without newly shared text and without resumption through another gateway. "
         "Start Redis, or fix `--redis-url`.",
     ),
+    Alert(
+        "TandemGatewayRedisLost",
+        f"{t.GATEWAY_REDIS_CONNECTED.name} == 0",
+        "ticket",
+        "2m",
+        "Redis does not answer gateway {{ $labels.instance }}; no other gateway can resume its answers.",
+        "Requests are served. Start Redis, or fix `--redis-url`; the gateway's log has the reason.",
+    ),
 )
 
 

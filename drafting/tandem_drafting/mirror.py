@@ -25,8 +25,12 @@ _FIRST_CAPACITY = 1 << 16
 _NUM_CONTEXT = 8
 
 
+#: Memory of a token in a large corpus: 60 to 85.
+BYTES_PER_TOKEN = 85
+
+
 class GlobalMirror:
-    """The shared text of one tenant's namespace, 60 to 85 bytes per token in a large corpus.
+    """The shared text of one tenant's namespace.
 
     Tokens outside the vocabulary never enter: they come from other machines, and a draft with such a token
     would crash the model.
@@ -40,7 +44,6 @@ class GlobalMirror:
         #: Names of this pod's requests outside the pod.
         self.names = RequestNames()
         self._vocab_size = vocab_size
-        self._max_tokens = max_tokens
         self._writing = threading.Lock()
         self._position = ""
         self._shared = SharedCorpus(max_tokens)
@@ -64,6 +67,20 @@ class GlobalMirror:
         return self._shared.num_tokens
 
     @property
+    def max_tokens(self) -> int:
+        """Most tokens held, except for the latest sequence."""
+        return self._shared.max_tokens
+
+    def limit(self, max_tokens: int) -> None:
+        """Changes `max_tokens`, and drops the oldest text beyond it. Takes up to a second in a large
+        corpus."""
+        with self._writing:
+            self._shared.max_tokens = max_tokens
+            if self._shared.num_tokens > max_tokens:
+                self._shared.trim()
+                self._rebuild()
+
+    @property
     def memory_bytes(self) -> int:
         return self._shared.memory_bytes + self._corpus.memory_bytes
 
@@ -83,12 +100,14 @@ class GlobalMirror:
 
     def apply_snapshot(self, payload: bytes, position: str) -> None:
         """Replaces all text. Raises ValueError for a damaged payload, and then changes nothing."""
-        shared = SharedCorpus.from_bytes(payload, self._max_tokens)
+        shared = SharedCorpus.from_bytes(payload, self.max_tokens)
         if shared.max_token >= self._vocab_size:
             raise ValueError(
                 f"snapshot holds token {shared.max_token}, the vocabulary ends at {self._vocab_size}"
             )
         with self._writing:
+            shared.max_tokens = self.max_tokens  # it may have changed meanwhile
+            shared.trim()
             self._shared = shared
             self._position = position
             self._rebuild()

@@ -45,7 +45,7 @@ class SharedCorpus:
     """At most `max_tokens`, except for the latest sequence. Not thread-safe."""
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._sequences: OrderedDict[str, SharedSequence] = OrderedDict()
         self._next_number = 0
         #: Tokens held.
@@ -98,13 +98,17 @@ class SharedCorpus:
             return None
         sequence.tokens.extend(new)
         self.num_tokens += len(new)
-        while self.num_tokens > self._max_tokens and len(self._sequences) > 1:
+        self.trim(span.run)
+        return sequence, len(new)
+
+    def trim(self, kept: str = "") -> None:
+        """Drops the oldest sequences beyond `max_tokens`, but not the one of this name."""
+        while self.num_tokens > self.max_tokens and len(self._sequences) > 1:
             oldest = next(iter(self._sequences))
-            if oldest == span.run:
+            if oldest == kept:
                 self._sequences.move_to_end(oldest)
             else:
                 self._drop(oldest)
-        return sequence, len(new)
 
     def count(self, ngram: Sequence[int]) -> int:
         """Number of occurrences of an n-gram within sequences. Reads all text."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from tandem_core.guide import Guide
 from tandem_core.model.guides import GuideCompiler
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
+from tandem_core.usable_cpus import usable_cpus
 from tandem_kernels.turbo_attention import MAX_HEAD_SIZE
 
 from tandem_engine.block_manager import BlockManager
@@ -62,6 +62,8 @@ class EngineConfig:
     num_blocks: int = 0
     max_model_len: int = 0
     memory_bytes: int = 0
+    #: Most memory of the drafter's copies of shared text.
+    shared_text_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     block_size: int = 64
     chunk_size: int = 512
@@ -99,7 +101,7 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
 
     Sets the process's CPU thread count. Raises ModelLoadError and CapacityError.
     """
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.threads or usable_cpus())
     device = pick_device(config.device)
     manifest = ModelManifest.read(config.model).limited_to(config.max_model_len)
     tokenizer = Tokenizer(config.model)
@@ -187,6 +189,7 @@ def _num_blocks(
             threads=torch.get_num_threads(),
         ),
         transfer=transfer_bytes(shape, limits.max_seqs),
+        shared_text=config.shared_text_bytes,
     )
     num_blocks, need = fit_pool(
         shape,

@@ -148,7 +148,9 @@ class GuideState:
 
     def _charge(self, seconds: float, num_masks: int) -> None:
         """Raises InvalidRequestError when no credit is left. An average over masks instead of tokens does not
-        depend on drafts."""
+        depend on drafts. One step takes no more than the whole credit, because a pause of the machine counts
+        as time of the thread that runs."""
+        seconds = min(seconds, _CREDIT_S)
         self._credit_s = min(self._credit_s + num_masks * _MASK_S - seconds, _CREDIT_S)
         self._mask_s = (self._mask_s + seconds / num_masks) / 2
         if self._credit_s < 0:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tandem_core.errors import CapacityError
+from tandem_core.usable_cpus import usable_cpus
 from tandem_kernels import move_slots_in_layers
 
 from tandem_engine import device_copies
@@ -155,7 +155,7 @@ class KVPool:
         """Connections to a peer for transfers. A GPU computes KV faster than one connection encrypts it."""
         if self._gpu is None:
             return 1
-        return max(1, min(MAX_CONNECTIONS, len(os.sched_getaffinity(0)) // 2))
+        return max(1, min(MAX_CONNECTIONS, usable_cpus() // 2))
 
     @property
     def copy_counts(self) -> CopyCounts | None:

@@ -6,6 +6,7 @@
     step        the largest step: activations of a prompt chunk, logits of all sampling rows, candidates of a
                 beam search
     transfer    KV frames that open transfers hold, sent or received
+    shared text what the drafter keeps of tenants' shared text, at most
 
 All but the weights is private to a pod. The pool's and a step's memory is taken on first use, so a pod that
 does not fit would start and be killed by the kernel under load. On a GPU the steps are measured instead
@@ -14,7 +15,7 @@ does not fit would start and be killed by the kernel under load. On a GPU the st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tandem_core.beams import MAX_BEAM_WIDTH
@@ -45,17 +46,19 @@ class MemoryNeed:
     kv_tokens: int
     step: int
     transfer: int
+    shared_text: int = 0
 
     @property
     def private(self) -> int:
         """All that pods on one machine do not share."""
-        return self.process + self.kv + self.step + self.transfer
+        return self.process + self.kv + self.step + self.transfer + self.shared_text
 
     def __str__(self) -> str:
         return (
             f"{self.private / _GB:.2f} GB at most: KV {self.kv / _GB:.2f} for {self.kv_tokens:,} tokens, "
-            f"largest step {self.step / _GB:.2f}, KV transfers {self.transfer / _GB:.2f}, process "
-            f"{self.process / _GB:.2f}; and weights {self.weights / _GB:.2f} that pods share"
+            f"largest step {self.step / _GB:.2f}, KV transfers {self.transfer / _GB:.2f}, shared text "
+            f"{self.shared_text / _GB:.2f}, process {self.process / _GB:.2f}; and weights "
+            f"{self.weights / _GB:.2f} that pods share"
         )
 
 
@@ -146,8 +149,9 @@ def fit_pool(
             f"--max-model-len {max_model_len}; set --num-blocks to {for_context} or more, or to 0"
         )
     if room < need.private:
+        shared_text = "--shared-text-bytes, " if need.shared_text else ""
         setting = (
-            ("--chunk-size, --max-batch or --draft-nodes", "lower one of them")
+            (f"{shared_text}--chunk-size, --max-batch or --draft-nodes", "lower one of them")
             if room >= need.process
             else ("--model", "choose a smaller model")
         )
@@ -159,7 +163,7 @@ def fit_pool(
         blocks = max(blocks, for_context) if max_model_len else blocks
     # One more is the scratch block.
     tokens = blocks * shape.block_size
-    need = MemoryNeed(need.weights, need.process, (blocks + 1) * block, tokens, need.step, need.transfer)
+    need = replace(need, kv=(blocks + 1) * block, kv_tokens=tokens)
     if need.private > room:
         fitting = max(0, (room - need_without_kv.private) // block - 1)
         if num_blocks:

@@ -152,9 +152,10 @@ def test_a_fleet_starts_serves_and_ends(installation: Path) -> None:
             "lookahead",
             "prefill-0",
             "redis",
+            "redis-answers",
         ]
         pids = [pod.pid for pod in ready.pods if pod.pid is not None]
-        assert len(pids) == 6
+        assert len(pids) == 7
         assert all(is_alive(pid) for pid in pids)
         wait_until(lambda: "curl -N http://127.0.0.1:" in fleet.log())  # printed after the state is written
         assert "prefill-0  | listening" in fleet.log()

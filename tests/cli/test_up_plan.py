@@ -27,6 +27,7 @@ def test_the_default_fleet_has_the_documented_ports() -> None:
         "decode-0": {"grpc": 21200, "kv": 21300, "metrics": 22200},
         "decode-1": {"grpc": 21201, "kv": 21301, "metrics": 22201},
         "lookahead": {"grpc": 21400, "metrics": 22400},
+        "redis-answers": {},
         "redis": {},
     }
 
@@ -38,7 +39,7 @@ def test_default_ports_are_outside_linux_ephemeral_ports() -> None:
 
 def test_callers_are_stopped_before_callees() -> None:
     stages = [{spec.role for spec in stage} for stage in plan_fleet(OPTIONS).stages]
-    assert stages == [{"gateway"}, {"decode"}, {"prefill"}, {"lookahead"}, {"redis"}]
+    assert stages == [{"gateway"}, {"decode"}, {"prefill"}, {"lookahead"}, {"redis-answers", "redis"}]
 
 
 @pytest.mark.parametrize("name", ["gateway-0", "decode-1", "prefill-0", "lookahead"])
@@ -77,7 +78,7 @@ def test_several_gateways_have_consecutive_ports_and_share_a_redis() -> None:
         {"grpc": 20051, "http": 8000, "metrics": 22500},
         {"grpc": 20052, "http": 8001, "metrics": 22501},
     ]
-    (redis,) = (spec for spec in plan.processes if spec.role == "redis")
+    (redis,) = (spec for spec in plan.processes if "redis" in spec.role)
     for spec in gateways:
         assert spec.command[spec.command.index("--redis-url") + 1] == redis.health_target
     with pytest.raises(OptionError, match="--gateways 0: must be between 1 and 8"):
@@ -87,7 +88,7 @@ def test_several_gateways_have_consecutive_ports_and_share_a_redis() -> None:
 @pytest.mark.parametrize("speculation", [SpeculationMode.OFF, SpeculationMode.LOCAL])
 def test_no_lookahead_service_runs_without_shared_drafts(speculation: SpeculationMode) -> None:
     plan = plan_fleet(replace(OPTIONS, speculation=speculation))
-    assert {"lookahead", "redis"}.isdisjoint(spec.role for spec in plan.processes)
+    assert {"lookahead", "redis", "redis-answers"}.isdisjoint(spec.role for spec in plan.processes)
     assert all("--lookahead" not in spec.command for spec in plan.processes)
 
 
@@ -104,12 +105,26 @@ def test_without_prefill_pods_the_gateway_has_no_flag_for_them() -> None:
     assert "--prefill" not in plan.processes[0].command
 
 
+def redis_urls(role: str) -> set[str]:
+    """What the role's processes get as --redis-url."""
+    commands = [spec.command for spec in plan_fleet(OPTIONS).processes if spec.role == role]
+    return {command[command.index("--redis-url") + 1] for command in commands}
+
+
+def test_answers_are_in_a_redis_that_writes_no_file() -> None:
+    servers = {spec.health_target: spec for spec in plan_fleet(OPTIONS).processes if "redis" in spec.role}
+    assert redis_urls("gateway").isdisjoint(redis_urls("lookahead"))
+    for url in redis_urls("gateway"):
+        command = servers[url].command
+        assert command[command.index("--appendonly") + 1] == "no"
+        assert command[command.index("--save") + 1] == ""
+
+
 def test_the_lookahead_service_uses_the_fleet_s_redis_or_the_given_one() -> None:
-    plan = plan_fleet(OPTIONS)
-    (lookahead,) = (spec.command for spec in plan.processes if spec.role == "lookahead")
-    assert lookahead[lookahead.index("--redis-url") + 1] == plan.stages[-1][0].health_target
+    (redis,) = (spec for spec in plan_fleet(OPTIONS).processes if spec.role == "redis")
+    assert redis_urls("lookahead") == {redis.health_target}
     given = plan_fleet(replace(OPTIONS, redis_url="redis://:secret@elsewhere", num_gateways=2))
-    assert "redis" not in {spec.role for spec in given.processes}
+    assert not any("redis" in spec.role for spec in given.processes)
     flags = {flag for spec in given.processes for flag in spec.command}
     assert "--redis-url" not in flags and not any("secret" in flag for flag in flags), (
         "REDIS_URL is inherited"
@@ -192,7 +207,7 @@ def test_with_tls_each_process_gets_the_certificate_of_its_role(tmp_path: Path) 
     options = FleetOptions(model_dir=Path("m"), host="10.0.0.7", tls_dir=tmp_path, api_keys_file=keys)
     for spec in plan_fleet(options).processes:
         given = [spec.command[i + 1] for i, flag in enumerate(spec.command) if flag.startswith("--pod-tls")]
-        names = [f"{spec.role}.pem", f"{spec.role}.key", "ca.pem"] if spec.role != "redis" else []
+        names = [f"{spec.role}.pem", f"{spec.role}.key", "ca.pem"] if "redis" not in spec.role else []
         assert given == [str(tmp_path / name) for name in names]
 
 
@@ -201,7 +216,7 @@ def test_with_tls_each_process_gets_the_certificate_of_its_role(tmp_path: Path) 
     [(1, None, None), (2, None, "2"), (4, None, "1"), (9, None, "1"), (2, 3, "3")],
 )
 def test_pods_of_a_role_divide_the_cores(num_pods, asked, threads, monkeypatch):
-    monkeypatch.setattr("tandem_cli.up.up_plan.os.sched_getaffinity", lambda _: set(range(5)))
+    monkeypatch.setattr("tandem_cli.up.up_plan.usable_cpus", lambda: 5)
     options = FleetOptions(model_dir=Path("m"), num_prefill=num_pods, num_decode=num_pods, threads=asked)
     for spec in plan_fleet(options).processes:
         if spec.role in ("prefill", "decode"):

@@ -498,14 +498,32 @@ def test_what_the_server_fills_in_is_written_out_where_appliers_would_fight_over
                 assert field["apiVersion"] == "v1"
 
 
-def test_redis_needs_no_storage_class() -> None:
-    assert "volumeClaimTemplates" not in workload("redis")["spec"]
-    assert {"name": "data", "emptyDir": {"sizeLimit": "4Gi"}} in pod_spec("redis")["volumes"]
-    kept = with_components(BASE, "redis-pvc")
-    assert [c["metadata"]["name"] for c in workload("redis", kept)["spec"]["volumeClaimTemplates"]] == [
-        "data"
-    ]
-    assert not [volume for volume in pod_spec("redis", kept).get("volumes", []) if volume["name"] == "data"]
+def keeps_files(folder: Path) -> bool:
+    """Whether Redis writes what it holds into files."""
+    command = main_container("redis", folder)["command"]
+    options = dict(pairwise(command))  # the last value of a flag holds
+    return options["--appendonly"] != "no" or options["--save"] != ""
+
+
+KEPT = [(BASE, "redis-pvc"), (BASE, "tls", "redis-pvc")]
+
+
+def test_redis_keeps_files_only_in_a_volume_claim() -> None:
+    for folder in (BASE, *OVERLAYS):
+        assert not keeps_files(folder)
+        assert "volumeClaimTemplates" not in workload("redis", folder)["spec"]
+    for base, *components in KEPT:
+        folder = with_components(base, *components)
+        (claim,) = workload("redis", folder)["spec"]["volumeClaimTemplates"]
+        mounts = main_container("redis", folder)["volumeMounts"]
+        assert keeps_files(folder)
+        assert {"name": claim["metadata"]["name"], "mountPath": "/data"} in mounts
+
+
+def test_answers_are_in_no_redis_that_keeps_files() -> None:
+    for folder in (BASE, *OVERLAYS, *(with_components(base, *names) for base, *names in KEPT)):
+        assert ("TANDEM_REDIS_URL" in environment("gateway", folder)) is not keeps_files(folder)
+        assert "TANDEM_REDIS_URL" in environment("lookahead", folder)
 
 
 def test_only_gateways_have_a_token_and_it_lists_and_watches_pods_addresses() -> None:
@@ -588,7 +606,7 @@ def test_containers_can_do_no_more_than_they_must(role: str) -> None:
         assert {"memory", "ephemeral-storage"} <= set(container["resources"]["limits"])
         assert {"cpu", "memory", "ephemeral-storage"} <= set(container["resources"]["requests"])
         volumes = {volume["name"] for volume in spec.get("volumes", [])} | {"data"}
-        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
 
 
 @pytest.mark.parametrize("role", ["gateway", "decode", "prefill"])

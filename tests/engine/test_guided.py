@@ -303,6 +303,7 @@ def test_a_guide_whose_masks_take_long_on_average_ends() -> None:
     assert slow is not None
     assert slow < 8
     assert num_masks_before_the_end([0.060] + [0.001] * 40) is None, "the first mask may take longer"
+    assert num_masks_before_the_end([0.300] + [0.001] * 40) is None, "as after a pause of the machine"
     assert num_masks_before_the_end([0.002] * 100) is None
 
 

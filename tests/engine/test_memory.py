@@ -53,6 +53,16 @@ def test_the_default_pool_leaves_memory_to_others() -> None:
     assert f"KV {need.kv / GB:.2f} for {blocks * 64:,} tokens" in str(need)
 
 
+def test_shared_text_is_counted_and_leaves_less_for_the_pool() -> None:
+    need = replace(BESIDE_KV, shared_text=2 * GB)
+    assert need.private == BESIDE_KV.private + 2 * GB
+    assert "shared text 2.00" in str(need)
+    settings = {"num_blocks": 0, "context": 131_072, "max_model_len": 0, "memory_bytes": 4 * GB}
+    assert fit_pool(SHAPE, need, **settings)[0] == (4 * GB - need.private) // 2 // BLOCK
+    with pytest.raises(CapacityError, match="--shared-text-bytes"):
+        fit_pool(SHAPE, need, **{**settings, "memory_bytes": 2 * GB})
+
+
 def test_the_pool_holds_the_context_that_was_asked_for() -> None:
     blocks, need = fit(max_model_len=131_072)
     assert (blocks, need.kv_tokens) == (2048, 131_072)

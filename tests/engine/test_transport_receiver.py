@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
 import pytest
 import zmq
 from ipv6 import has_ipv6
+from resident_memory import in_own_process, resident_bytes
 from tandem_core.errors import InvariantError
 from tandem_engine.transport.base import MAX_FRAME_BYTES, DropCause, TransferState
 from tandem_engine.transport.codec import (
@@ -258,3 +260,63 @@ def test_a_random_header_never_raises_anything_but_malformed() -> None:
 )
 def test_messages_survive_the_codec(message: Message) -> None:
     assert decode(encode(message)) == message
+
+
+def send_parts(endpoint: str, keys: tuple[bytes, bytes, bytes], num_parts: int) -> None:
+    """One message of many large parts; waits for a reply, which nobody owes it."""
+    with closing(RawSender(endpoint, keys)) as peer:
+        peer.send(*[bytes(3_000_000)] * num_parts)
+        with pytest.raises(AssertionError, match="no reply"):
+            peer.reply()
+
+
+def test_only_the_client_of_the_tickets_gets_anything_in() -> None:
+    """ZeroMQ holds all parts of a message, however many, before the receiver sees the first."""
+    with closing(ZmqReceiver(LAYOUT, ByteStore())) as receiver:
+        before = resident_bytes()
+        stranger = (receiver.public_key.encode(), *zmq.curve_keypair())
+        in_own_process(send_parts, receiver.endpoint, stranger, num_parts=100)
+        assert resident_bytes() - before < 60 << 20
+        assert set(receiver.dropped_frames.values()) == {0}
+
+        ticket = receiver.open({0: 7}).ticket
+        secret = ticket.client_secret_key.encode()
+        known = (ticket.public_key.encode(), zmq.curve_public(secret), secret)
+        with closing(RawSender(receiver.endpoint, known)) as peer:
+            frame = frame_for(ticket, PAYLOAD)
+            peer.send(encode(frame), PAYLOAD)
+            assert peer.reply() == Credit(frame.transfer_id, 1, BLOCK)
+
+
+def test_a_ticket_shows_no_key_when_it_is_logged() -> None:
+    with closing(ZmqReceiver(LAYOUT, ByteStore())) as receiver:
+        ticket = receiver.open({0: 7}).ticket
+        assert len(ticket.client_secret_key) == 40
+        assert ticket.client_secret_key not in repr(ticket)
+        assert repr(ticket.transfer_id) not in repr(ticket)
+
+
+def flood(endpoint: str, header: bytes, num_messages: int) -> None:
+    """Frames of an unknown transfer; reads no reply."""
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.rcvhwm, dealer.sndhwm, dealer.rcvbuf, dealer.linger = 1, 0, 4096, 20_000
+    dealer.connect(endpoint)
+    for _ in range(num_messages):
+        dealer.send_multipart([header, b""])
+    dealer.close()
+    context.term()
+
+
+def test_replies_to_a_peer_that_does_not_read_are_bounded(receiver: ZmqReceiver) -> None:
+    num_messages = 250_000
+    unknown = encode(Frame(b"0" * 16, 1, 0, 0, 1, bytes(8)))
+    before = peak = resident_bytes()
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(in_own_process, flood, receiver.endpoint, unknown, num_messages)
+        while not flooding.done():
+            peak = max(peak, resident_bytes())
+            pause(0.01)
+        flooding.result()
+    assert receiver.dropped_frames[DropCause.UNKNOWN] > num_messages / 2, "most must have been answered"
+    assert peak - before < 3 << 20

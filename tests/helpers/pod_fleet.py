@@ -63,6 +63,7 @@ async def run_fleet(
     decode_blocks: int = 64,
     idle_prefill_tokens: int = 0,
     speculation: str = "local",
+    lookahead: str = "",
     **prefill_options: object,
 ) -> AsyncIterator[Fleet]:
     prefill = PrefillSettings(**{"model": tiny_model, "pod_id": "p0", **SIZES, **prefill_options})
@@ -72,6 +73,7 @@ async def run_fleet(
         local_prefill_tokens=32,
         idle_prefill_tokens=idle_prefill_tokens,
         speculation=speculation,
+        lookahead=lookahead,
         **{**SIZES, "num_blocks": decode_blocks},
     )
     async with open_prefill(prefill) as p, open_decode(decode) as d:

@@ -16,12 +16,13 @@ from waiting import until_async
 
 
 class RedisServer:
-    """The server of `tandem up`, kept running by its supervisor."""
+    """A server of `tandem up`, kept running by its supervisor."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_persistent: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.url = f"unix://{redis_server.socket_path(folder)}"
-        spec = ProcessSpec("redis", "redis", redis_server.command(folder), ports={}, health_target=self.url)
+        command = redis_server.command(folder, is_persistent=is_persistent)
+        spec = ProcessSpec("redis", "redis", command, ports={}, health_target=self.url)
         self._supervisor = Supervisor(
             [[spec]],
             probe=health.probe,

@@ -47,12 +47,15 @@ class ByteStore:
 
 
 class RawSender:
-    """A DEALER without the sender's code: sends any bytes to a receiver without CURVE."""
+    """A DEALER without the sender's code: sends any bytes to a receiver, without CURVE or with `keys`."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: tuple[bytes, bytes, bytes] | None = None) -> None:
+        """`keys`: the server's public one, then the client's public and secret ones, in Z85."""
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.linger = 0
+        if keys is not None:
+            self._dealer.curve_serverkey, self._dealer.curve_publickey, self._dealer.curve_secretkey = keys
         self._dealer.connect(endpoint)
 
     def send(self, *parts: bytes) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 import redis.asyncio as redis
 from hypothesis import given
 from hypothesis import strategies as st
-from redis_servers import answers
+from tandem_drafting.spans import AcceptedSpan
 from tandem_lookahead.corpus import BYTES_PER_SEQUENCE, BYTES_PER_TOKEN, fair_limit
+from tandem_lookahead.namespace import namespace_key
+from tandem_lookahead.store import EntryKind, RedisStore, StoreUnavailableError
 from tandem_proto.v1 import lookahead_pb2 as pb
+from tandem_service.redis_client import RedisAddress
 from waiting import until_async
 
 ANSWER = tuple(range(100, 120))
@@ -60,17 +64,6 @@ async def test_what_others_write_into_our_stream_harms_nobody(fleet):
     await fleet.until(lambda: mirror.num_tokens == 40)
     registry = service.pod.server.registry
     assert registry.get_sample_value("tandem_lookahead_stream_entries_damaged_total") == 3
-
-
-async def test_a_name_that_is_no_namespace_s_harms_nobody(fleet):
-    process = await fleet.redis()
-    async with redis.Redis.from_url(process.url) as client:
-        await answers(client)
-        await client.sadd("tandem:lookahead:2:namespaces", "nonsense")
-    service = await fleet.service(redis_url=process.url)
-    sender, mirror = await fleet.pod(service)
-    sender.push("r1", 0, ANSWER)
-    await fleet.until(lambda: mirror.num_tokens == 20)
 
 
 OTHER = pb.Namespace(tenant="beta", model_revision="rev1", tokenizer_hash="tok1")
@@ -149,3 +142,55 @@ async def test_a_namespace_without_pods_leaves_memory_and_comes_back(fleet):
     await fleet.until(lambda: mirror.num_tokens == 20)
     again.push("r2", 0, tuple(range(200, 220)))
     await fleet.until(lambda: mirror.num_tokens == 40)
+
+
+async def test_namespaces_that_no_pod_uses_do_not_refuse_the_next_one(fleet):
+    """300 of tenants and revisions that were used before a restart, and more pods than places after it."""
+    process = await fleet.redis()
+    store = RedisStore(RedisAddress(process.url), stream_length=100, stream_bytes=1 << 20, ttl_s=1000)
+    await until_async(lambda: pings(store))
+    for tenant, revision in itertools.product(range(75), range(4)):
+        key = namespace_key(pb.Namespace(tenant=f"t{tenant}", model_revision=f"r{revision}"))
+        await store.append(key, "g", EntryKind.SPANS, (AcceptedSpan("a", 0, ANSWER),))
+    await store.close()
+    service = await fleet.service(redis_url=process.url, max_namespaces=4, snapshot_interval_s=0.1)
+    for number in range(8):
+        namespace = pb.Namespace(tenant=f"t{number}", model_revision="r3")
+        client, mirror = await fleet.pod(service, namespace=namespace)
+        await fleet.until(lambda mirror=mirror: mirror.num_tokens == 20)
+        await client.close()
+    registry = service.pod.server.registry
+    assert registry.get_sample_value("tandem_lookahead_namespaces") <= 4
+
+
+async def pings(store: RedisStore) -> bool:
+    try:
+        await store.ping()
+    except StoreUnavailableError:
+        return False
+    return True
+
+
+async def test_text_enters_a_redis_that_was_full(fleet):
+    """Streams give way, and drafts go on."""
+    service = await fleet.service(stream_bytes=1 << 40, stream_length=1_000_000)
+    registry = service.pod.server.registry
+    sender, mirror = await fleet.pod(service)
+    async with redis.Redis.from_url(service.redis.url) as client:
+        used = (await client.info("memory"))["used_memory"]
+        await client.config_set("maxmemory", used + (2 << 20))
+        failures = "tandem_lookahead_redis_failures_total"
+        for number in range(2000):
+            sender.push(f"r{number}", 0, range(1000 + number, 3000 + number))
+            await asyncio.sleep(0.002)
+            if registry.get_sample_value(failures):
+                break
+        assert registry.get_sample_value(failures) > 0
+        sender.push("last", 0, ANSWER)
+        await fleet.until(lambda: mirror.count(ANSWER) == 1)
+        await fleet.until(
+            lambda: (
+                registry.get_sample_value("tandem_lookahead_redis_connected") == 1
+                and registry.get_sample_value("tandem_lookahead_backlog_spans") == 0
+            )
+        )

@@ -20,7 +20,7 @@ from tandem_service.redis_client import RedisAddress
 ANSWER = tuple(range(100, 120))
 #: All that the service ever says to Redis, scripts included (docs/lookahead.md).
 COMMANDS = """
-    ping info client hello select sadd smembers eval get set del exists expire persist rename
+    ping info client hello select sadd smembers eval get set del exists expire ttl rename srem memory|usage
     hset hget hmget xadd xread xtrim xinfo bgrewriteaof
 """
 
@@ -142,7 +142,7 @@ async def test_a_server_that_nobody_vouches_for_is_not_talked_to(fleet, certific
     process = await fleet.redis()
     async with behind_tls(process, certificates) as url:
         for address in (RedisAddress(url), RedisAddress(url, ca_file=certificates.ca)):
-            store = RedisStore(address, stream_length=100)
+            store = RedisStore(address, stream_bytes=1 << 20, ttl_s=1000, stream_length=100)
             with pytest.raises(StoreUnavailableError):
                 await store.ping()
             await store.close()
@@ -154,7 +154,7 @@ async def test_a_server_that_nobody_vouches_for_is_not_talked_to(fleet, certific
 @pytest.mark.wide
 async def test_a_cluster_of_three(fleet, tmp_path):
     async with cluster(tmp_path) as urls:
-        store = RedisStore(RedisAddress(urls[0]), stream_length=100)
+        store = RedisStore(RedisAddress(urls[0]), stream_bytes=1 << 20, ttl_s=1000, stream_length=100)
         await store.ping()
         assert store.is_cluster
         await store.close()

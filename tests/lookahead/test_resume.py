@@ -12,6 +12,8 @@ import pytest
 import redis.asyncio as redis
 from tandem_drafting.lookahead_protocol import SNAPSHOT_CHUNK_BYTES
 from tandem_drafting.mirror import GlobalMirror
+from tandem_drafting.spans import AcceptedSpan
+from tandem_lookahead.namespace import MAX_WAITING_MESSAGES, Follower, FollowerLaggingError
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
 
@@ -150,3 +152,23 @@ async def test_without_redis_a_purge_is_refused_for_it_would_not_last(fleet, tmp
         await purge(service, "acme")
     assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "Redis" in refusal.value.details()
+
+
+@pytest.mark.parametrize(("num_messages", "num_tokens"), [(MAX_WAITING_MESSAGES + 1, 1), (60, 20_000)])
+async def test_a_pod_that_does_not_read_loses_its_stream_and_what_waited(num_messages, num_tokens):
+    follower = Follower(pb.SyncHello())
+    spans = [AcceptedSpan("r", 0, tuple(range(num_tokens)))]
+    for _ in range(num_messages):
+        follower.put_spans(spans)
+    assert follower.is_lagging
+    with pytest.raises(FollowerLaggingError):
+        await anext(follower.messages())
+
+
+async def test_a_pod_that_reads_gets_any_amount():
+    follower = Follower(pb.SyncHello())
+    messages = follower.messages()
+    for _ in range(60):
+        follower.put_spans([AcceptedSpan("r", 0, tuple(range(20_000)))])
+        assert (await anext(messages)).HasField("delta")
+    assert not follower.is_lagging

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import redis.asyncio as redis
@@ -16,15 +17,18 @@ from tandem_lookahead.store import (
     EntryKind,
     RedisStore,
     StoredSnapshot,
+    StoreFullError,
     StoreUnavailableError,
     WrongGenerationError,
 )
+from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_service.redis_client import RedisAddress
 from tandem_service.tasks import end_tasks
-from waiting import until_async
+from waiting import until, until_async
 
 SPANS = (AcceptedSpan("a", 0, (1, 2, 3)),)
 KEY = "acme/rev1/tok1//"
+TTL_S = 1000
 
 
 @pytest.fixture
@@ -47,7 +51,8 @@ async def chunked(url: str) -> AsyncIterator[RedisStore]:
 
 @asynccontextmanager
 async def open_store(url: str, **options: int) -> AsyncIterator[RedisStore]:
-    store = RedisStore(RedisAddress(url), stream_length=1000, **options)
+    defaults = {"stream_length": 1000, "stream_bytes": 1 << 20, "ttl_s": TTL_S}
+    store = RedisStore(RedisAddress(url), **{**defaults, **options})
     try:
         await until_async(lambda: is_connected(store))
         yield store
@@ -84,14 +89,91 @@ async def test_what_is_appended_is_read_by_everybody(store):
 
 
 async def test_a_stream_is_bounded(url):
-    store = RedisStore(RedisAddress(url), stream_length=100)
-    await until_async(lambda: is_connected(store))
-    for _ in range(400):
-        await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
-    async with redis.Redis.from_url(url) as client:
+    async with open_store(url, stream_length=100) as store:
+        for _ in range(400):
+            await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
+        async with redis.Redis.from_url(url) as client:
+            (stream,) = [key async for key in client.scan_iter("*:stream")]
+            assert await client.xlen(stream) <= 250
+
+
+async def test_a_stream_of_large_entries_is_bounded_by_its_bytes(url):
+    large = (AcceptedSpan("a", 0, tuple(range(300, 300 + 20_000))),)  # about 40 kB
+    async with open_store(url, stream_bytes=1 << 20) as store, redis.Redis.from_url(url) as client:
+        for _ in range(200):
+            await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
+        for _ in range(60):
+            await store.append(KEY, "g1", EntryKind.SPANS, large)
         (stream,) = [key async for key in client.scan_iter("*:stream")]
-        assert await client.xlen(stream) <= 250
-    await store.close()
+        assert (1 << 19) < await client.memory_usage(stream, samples=0) < 1.3 * (1 << 20)
+        assert (await entries(store))[-1].spans == large, "the newest entries stay"
+
+
+async def test_every_key_of_a_namespace_expires_and_use_postpones_it(store, url):
+    async with redis.Redis.from_url(url) as client:
+
+        async def left_s() -> dict[str, int]:
+            keys = [key async for key in client.scan_iter("*acme*")]
+            return {key.decode().rpartition(":")[2]: await client.ttl(key) for key in keys}
+
+        await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
+        await store.take_lease(KEY, "me", lasting_ms=60_000)
+        assert await store.publish(KEY, snapshot("1-0"), "me") == "ok"
+        first = await left_s()
+        assert set(first) == {"stream", "generation", "snapshot", "compactor"}
+        assert all(0 < left <= TTL_S for left in first.values())
+        for name in first:
+            await client.expire(f"tandem:lookahead:2:{{{KEY}}}:{name}", 10)
+        await store.renew(KEY)
+        renewed = await left_s()
+        assert all(renewed[name] > 10 for name in ("stream", "generation", "snapshot"))
+        await store.purge(KEY, "g2")
+        assert all(0 < left <= TTL_S for left in (await left_s()).values())
+
+
+async def test_expired_namespaces_leave_the_set_and_those_of_an_earlier_version_expire(store, url):
+    for key in (KEY, "gone/r/t//"):
+        await store.append(key, "g1", EntryKind.SPANS, SPANS)
+    async with redis.Redis.from_url(url) as client:
+        await client.delete(*[key async for key in client.scan_iter("*gone*")])
+        for name in ("stream", "generation"):
+            await client.persist(f"tandem:lookahead:2:{{{KEY}}}:{name}")
+        await store.forget_expired()
+        assert await store.namespaces() == [KEY]
+        for name in ("stream", "generation"):
+            assert await client.ttl(f"tandem:lookahead:2:{{{KEY}}}:{name}") > 0
+
+
+async def test_the_text_of_an_expired_namespace_leaves_the_disk(fleet):
+    process = await fleet.redis()
+    text = tuple(range(70_000, 70_050))
+    payload = pb.SpanBatch(spans=[pb.Span(token_ids=text)]).SerializeToString()[-100:]
+    folder = Path(process.url.removeprefix("unix://")).parent
+
+    def is_on_disk() -> bool:
+        return any(payload in path.read_bytes() for path in folder.rglob("*.aof"))
+
+    async with open_store(process.url) as store, redis.Redis.from_url(process.url) as client:
+        await store.append(KEY, "g1", EntryKind.SPANS, (AcceptedSpan("a", 0, text),))
+        await until(is_on_disk)
+        for name in ("stream", "generation"):
+            await client.pexpire(f"tandem:lookahead:2:{{{KEY}}}:{name}", 1)
+        await asyncio.sleep(0.01)
+        await store.forget_expired()
+        await until(lambda: not is_on_disk())
+
+
+async def test_a_full_redis_has_room_again_after_streams_are_halved(url):
+    spans = (AcceptedSpan("a", 0, tuple(range(300, 1300))),)
+    unbounded = {"stream_length": 1_000_000, "stream_bytes": 1 << 40}
+    async with open_store(url, **unbounded) as store, redis.Redis.from_url(url) as client:
+        used = (await client.info("memory"))["used_memory"]
+        await client.config_set("maxmemory", used + (4 << 20))
+        with pytest.raises(StoreFullError):
+            for number in range(10_000):
+                await store.append(f"tenant{number % 20}/r/t//", "g1", EntryKind.SPANS, spans)
+        await store.shrink()
+        await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
 
 
 async def test_after_a_purge_nothing_of_the_time_before_comes_in_or_stays(store, url):

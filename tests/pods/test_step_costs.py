@@ -62,7 +62,7 @@ def test_without_the_folder_nobody_waits(home):
 
 @pytest.mark.parametrize(("num_cores", "slowed_by"), [(1, 2.0), (2, 1.5), (16, 1.0625)])
 def test_a_gateway_and_clients_on_the_same_cores_take_their_part(monkeypatch, num_cores, slowed_by):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    monkeypatch.setattr("tandem_pod.step_costs.usable_cpus", lambda: num_cores)
     alone, beside = Engine(), Engine()
     step_costs.measure(alone, decodes=True, shares_cores=False)
     step_costs.measure(beside, decodes=True, shares_cores=True)

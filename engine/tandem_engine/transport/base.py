@@ -25,7 +25,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -79,10 +79,10 @@ class DropCause(enum.Enum):
 class Ticket:
     """A decode pod's permission to write into its KV blocks.
 
-    The transfer id authorizes writing, so it is never logged.
+    The transfer id authorizes writing, so it is never logged, nor is the client's key.
     """
 
-    transfer_id: bytes
+    transfer_id: bytes = field(repr=False)
     #: Number of the attempt, from 1.
     epoch: int
     endpoint: str
@@ -94,6 +94,8 @@ class Ticket:
     wanted_blocks: tuple[int, ...]
     #: Payload bytes that may be in flight at once.
     credit_bytes: int
+    #: Z85 CURVE key of the client that the receiver lets in; empty when its transport does not encrypt.
+    client_secret_key: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if len(self.transfer_id) != TRANSFER_ID_BYTES:

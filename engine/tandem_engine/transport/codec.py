@@ -134,4 +134,5 @@ def ticket_from_proto(message: pb.KvTicket) -> Ticket:
         layout_description=message.layout_description,
         wanted_blocks=tuple(message.wanted_blocks),
         credit_bytes=message.credit_bytes,
+        client_secret_key=message.client_secret_key,
     )

@@ -194,11 +194,19 @@ class KVReceiver:
     """All incoming transfers of a pod, by id. A transport derives from it and adds the wire."""
 
     def __init__(
-        self, layout: KVLayout, store: BlockStore, credit_bytes: int, *, endpoint: str, public_key: str
+        self,
+        layout: KVLayout,
+        store: BlockStore,
+        credit_bytes: int,
+        *,
+        endpoint: str,
+        public_key: str,
+        client_secret_key: str = "",
     ) -> None:
         #: What tickets tell the senders.
         self.endpoint = endpoint
         self.public_key = public_key
+        self._client_secret_key = client_secret_key
         # A frame holds at least one block: with less credit nothing could be sent.
         self._credit_bytes = max(credit_bytes, layout.block_bytes)
         self._layout = layout
@@ -226,6 +234,7 @@ class KVReceiver:
             layout_description=self._layout.description,
             wanted_blocks=tuple(sorted(dest)),
             credit_bytes=self._credit_bytes,
+            client_secret_key=self._client_secret_key,
         )
         transfer = IncomingTransfer(self._layout, self._store, ticket, dest, self._forget)
         with self._lock:

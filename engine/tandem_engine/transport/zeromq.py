@@ -13,18 +13,21 @@ ZeroMQ encrypts a connection in one of its threads, at half to one gigabyte per 
 KV faster than that, so their frames take turns on several connections (`num_connections`), each with a thread
 of its own at both ends. The order in which frames arrive does not matter.
 
-CURVE (on by default) encrypts and proves the receiver to the sender. It does not prove the sender: any client
-key is let in, and the 128-bit transfer id, which travels on the gRPC call, is what allows writing. A sender
-that has the wrong server key never completes the handshake, so none of its bytes reach the receiver.
+CURVE (on by default) encrypts, and proves each end to the other. The ticket has the receiver's public key and
+the secret key of the one client that the receiver lets in, so only pods that it has called can connect:
+ZeroMQ bounds the size of a part, not of a message of many parts, which it holds until the last one is there.
+A sender that has the wrong server key never completes the handshake, so none of its bytes reach the receiver.
+The 128-bit transfer id is what allows writing.
 
-The receiver's public key and the transfer id travel on the Prefill call. Mutual TLS authenticates that call
-both ways and encrypts it, which binds the key to the decode pod's certificate and the id to the prefill
+The ticket travels on the Prefill call. Mutual TLS authenticates that call both ways and encrypts it, which
+binds the receiver's key to the decode pod's certificate, and the client's key and the id to the prefill
 pod's. Without TLS, whoever reads the call can write into the transfer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import threading
 import time
@@ -33,6 +36,7 @@ from dataclasses import dataclass, field
 
 import zmq
 from tandem_core.errors import InvalidRequestError, TransferError
+from zmq.utils import z85
 
 from tandem_engine.transport.base import (
     DEFAULT_CREDIT_BYTES,
@@ -59,6 +63,10 @@ _ENCRYPTION_BYTES = 256
 
 #: Messages of one peer that may wait in the receiver; the byte credit keeps correct peers far below it.
 _RECEIVE_QUEUE = 64
+
+#: Replies that may wait for one peer, many more than the credit lets a peer that reads wait for. Those to a
+#: peer that does not read are dropped.
+_REPLY_QUEUE = 1000
 
 #: A connection that answers no ping for this long is dropped, so that a vanished host frees its socket.
 _HEARTBEAT_INTERVAL_MS = 500
@@ -128,8 +136,6 @@ def _configure(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
     socket.maxmsgsize = max_message_bytes
     socket.heartbeat_ivl = _HEARTBEAT_INTERVAL_MS
     socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
-    # What may wait to be sent is bounded by the credit; a silent drop at a queue's end would only stall.
-    socket.sndhwm = 0
 
 
 def _bracketed(host: str) -> str:
@@ -163,14 +169,22 @@ class ZmqReceiver(KVReceiver):
         largest = max(MAX_FRAME_BYTES, layout.block_bytes)
         _configure(self._router, largest + _ENCRYPTION_BYTES)
         self._router.rcvhwm = _RECEIVE_QUEUE
-        public_key = ""
-        if options.curve:
-            public, secret = zmq.curve_keypair()
-            self._router.curve_server = True
-            self._router.curve_publickey = public
-            self._router.curve_secretkey = secret
-            public_key = public.decode()
+        self._router.sndhwm = _REPLY_QUEUE
+        public_key = client_secret_key = ""
+        #: Gets ZeroMQ's questions whether a client may connect (ZeroMQ's RFC 27).
+        self._door = self._worker.context.socket(zmq.REP)
+        self._client_key = b""
         try:
+            if options.curve:
+                public, secret = zmq.curve_keypair()
+                self._router.curve_server = True
+                self._router.curve_publickey = public
+                self._router.curve_secretkey = secret
+                public_key = public.decode()
+                client_public, client_secret = zmq.curve_keypair()
+                client_secret_key = client_secret.decode()
+                self._client_key = z85.decode(client_public)
+                self._door.bind("inproc://zeromq.zap.01")
             self._router.ipv6 = ":" in options.host
             self._router.bind(f"tcp://{_bracketed(options.host)}:{options.port or '*'}")
         except zmq.ZMQError:
@@ -180,7 +194,14 @@ class ZmqReceiver(KVReceiver):
         host = _bracketed(options.advertised_host or options.host)
         endpoint = f"tcp://{host}:{bound.rpartition(':')[2]}"
         credit_bytes = options.credit_bytes or DEFAULT_CREDIT_BYTES * options.num_connections
-        super().__init__(layout, store, credit_bytes, endpoint=endpoint, public_key=public_key)
+        super().__init__(
+            layout,
+            store,
+            credit_bytes,
+            endpoint=endpoint,
+            public_key=public_key,
+            client_secret_key=client_secret_key,
+        )
         self._worker.start("kv-receiver", self._serve)
 
     def close(self) -> None:
@@ -190,16 +211,26 @@ class ZmqReceiver(KVReceiver):
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
+        poller.register(self._door, zmq.POLLIN)
         poller.register(self._worker.pipe.read_fd, zmq.POLLIN)
         while not self._worker.stopping:
             poller.poll()
             self._worker.pipe.drain()
             while not self._worker.stopping:
+                self._admit()
                 try:
                     parts = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
                 except zmq.Again:
                     break
                 self._receive(parts)
+
+    def _admit(self) -> None:
+        """Lets in the client whose key the tickets have."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                version, request_id, *_, key = self._door.recv_multipart(zmq.DONTWAIT)
+                status = b"200" if hmac.compare_digest(key, self._client_key) else b"400"
+                self._door.send_multipart([version, request_id, status, b"", b"", b""])
 
     def _receive(self, parts: list[zmq.Frame]) -> None:
         try:
@@ -252,7 +283,6 @@ class ZmqSender(KVSender):
         self._worker = _Worker(options.num_connections)
         super().__init__(layout, store, self._worker.pipe.wake)
         self._options = options
-        self._client_public, self._client_secret = zmq.curve_keypair()
         #: By endpoint and public key: a restarted receiver has another key, hence another connection.
         self._peers: dict[tuple[str, str], _Peer] = {}
         self._poller = zmq.Poller()
@@ -265,6 +295,8 @@ class ZmqSender(KVSender):
             raise InvalidRequestError("ticket.public_key", "must not be empty: KV is sent only encrypted")
         if ticket.public_key and len(ticket.public_key) != 40:
             raise InvalidRequestError("ticket.public_key", "must be 40 characters of Z85")
+        if ticket.client_secret_key and len(ticket.client_secret_key) != 40:
+            raise InvalidRequestError("ticket.client_secret_key", "must be 40 characters of Z85")
         return super().open(ticket)
 
     def close(self) -> None:
@@ -348,6 +380,8 @@ class ZmqSender(KVSender):
         """thread: the one of this context's that serves the connection."""
         dealer = self._worker.context.socket(zmq.DEALER)
         _configure(dealer, MAX_HEADER_BYTES + _ENCRYPTION_BYTES)
+        # What may wait to be sent is bounded by the credit; a silent drop at a queue's end would only stall.
+        dealer.sndhwm = 0
         dealer.affinity = 1 << thread
         # The first connection queues frames that it cannot send yet. The others get frames only once they are
         # established, so that an unserved connection delays none.
@@ -355,8 +389,10 @@ class ZmqSender(KVSender):
         try:
             if ticket.public_key:
                 dealer.curve_serverkey = ticket.public_key.encode()
-                dealer.curve_publickey = self._client_public
-                dealer.curve_secretkey = self._client_secret
+                # A decode pod of an earlier version names no client, and lets any in.
+                secret = ticket.client_secret_key.encode() or zmq.curve_keypair()[1]
+                dealer.curve_publickey = zmq.curve_public(secret)
+                dealer.curve_secretkey = secret
             dealer.ipv6 = "[" in ticket.endpoint
             dealer.connect(ticket.endpoint)
         except (zmq.ZMQError, ValueError):

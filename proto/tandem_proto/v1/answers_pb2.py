@@ -26,7 +26,7 @@ from tandem_proto.v1 import common_pb2 as tandem__proto_dot_v1_dot_common__pb2
 from tandem_proto.v1 import decode_pb2 as tandem__proto_dot_v1_dot_decode__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtandem_proto/v1/answers.proto\x12\ttandem.v1\x1a\x1ctandem_proto/v1/common.proto\x1a\x1ctandem_proto/v1/decode.proto\"\xdc\x02\n\x0c\x41nswerRecord\x12\n\n\x02id\x18\x01 \x01(\t\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.tandem.v1.DecodeRequest\x12\x11\n\tslo_class\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x12\n\nwith_usage\x18\x05 \x01(\x08\x12\x17\n\x0f\x63reated_seconds\x18\x06 \x01(\x03\x12\x16\n\x0epayload_sha256\x18\x07 \x01(\x0c\x12!\n\x03slo\x18\x08 \x01(\x0b\x32\x14.tandem.v1.SloTarget\x12!\n\x05shown\x18\x14 \x01(\x0b\x32\x12.tandem.v1.ShownAs\x12#\n\x04\x66orm\x18\x1e \x01(\x0b\x32\x15.tandem.v1.AnswerForm\x12/\n\rmore_requests\x18\x15 \x03(\x0b\x32\x18.tandem.v1.DecodeRequest\x12\x13\n\x0bnum_choices\x18\x16 \x01(\r\"\xbb\x01\n\x07ShownAs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x08\x12\x15\n\rtokens_as_ids\x18\x02 \x01(\x08\x12\x10\n\x08num_best\x18\x03 \x01(\r\x12\x16\n\x0ehides_logprobs\x18\x04 \x01(\x08\x12\x14\n\x0c\x65\x63hoed_texts\x18\x32 \x03(\t\x12\x14\n\x0chides_output\x18\x33 \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x34 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"\xa4\x01\n\nAnswerForm\x12\x13\n\x0btool_format\x18\x01 \x01(\t\x12\x12\n\ntool_names\x18\x02 \x03(\t\x12\x13\n\x0bsingle_call\x18\x03 \x01(\x08\x12\x11\n\treasoning\x18\x04 \x01(\x08\x12\x1b\n\x13starts_in_reasoning\x18\x05 \x01(\x08\x12\x18\n\x10\x61s_function_call\x18\x06 \x01(\x08\x12\x0e\n\x06guided\x18\x07 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtandem_proto/v1/answers.proto\x12\ttandem.v1\x1a\x1ctandem_proto/v1/common.proto\x1a\x1ctandem_proto/v1/decode.proto\"\xeb\x02\n\x0c\x41nswerRecord\x12\n\n\x02id\x18\x01 \x01(\t\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.tandem.v1.DecodeRequest\x12\x11\n\tslo_class\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x12\n\nwith_usage\x18\x05 \x01(\x08\x12\x17\n\x0f\x63reated_seconds\x18\x06 \x01(\x03\x12\x16\n\x0epayload_sha256\x18\x07 \x01(\x0c\x12!\n\x03slo\x18\x08 \x01(\x0b\x32\x14.tandem.v1.SloTarget\x12\r\n\x05model\x18\t \x01(\t\x12!\n\x05shown\x18\x14 \x01(\x0b\x32\x12.tandem.v1.ShownAs\x12#\n\x04\x66orm\x18\x1e \x01(\x0b\x32\x15.tandem.v1.AnswerForm\x12/\n\rmore_requests\x18\x15 \x03(\x0b\x32\x18.tandem.v1.DecodeRequest\x12\x13\n\x0bnum_choices\x18\x16 \x01(\r\"\xbb\x01\n\x07ShownAs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x08\x12\x15\n\rtokens_as_ids\x18\x02 \x01(\x08\x12\x10\n\x08num_best\x18\x03 \x01(\r\x12\x16\n\x0ehides_logprobs\x18\x04 \x01(\x08\x12\x14\n\x0c\x65\x63hoed_texts\x18\x32 \x03(\t\x12\x14\n\x0chides_output\x18\x33 \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x34 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"\xa4\x01\n\nAnswerForm\x12\x13\n\x0btool_format\x18\x01 \x01(\t\x12\x12\n\ntool_names\x18\x02 \x03(\t\x12\x13\n\x0bsingle_call\x18\x03 \x01(\x08\x12\x11\n\treasoning\x18\x04 \x01(\x08\x12\x1b\n\x13starts_in_reasoning\x18\x05 \x01(\x08\x12\x18\n\x10\x61s_function_call\x18\x06 \x01(\x08\x12\x0e\n\x06guided\x18\x07 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,9 +34,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem_proto.v1.answers_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ANSWERRECORD']._serialized_start=105
-  _globals['_ANSWERRECORD']._serialized_end=453
-  _globals['_SHOWNAS']._serialized_start=456
-  _globals['_SHOWNAS']._serialized_end=643
-  _globals['_ANSWERFORM']._serialized_start=646
-  _globals['_ANSWERFORM']._serialized_end=810
+  _globals['_ANSWERRECORD']._serialized_end=468
+  _globals['_SHOWNAS']._serialized_start=471
+  _globals['_SHOWNAS']._serialized_end=658
+  _globals['_ANSWERFORM']._serialized_start=661
+  _globals['_ANSWERFORM']._serialized_end=825
 # @@protoc_insertion_point(module_scope)

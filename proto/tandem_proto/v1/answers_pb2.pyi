@@ -34,6 +34,7 @@ class AnswerRecord(_message.Message):
     CREATED_SECONDS_FIELD_NUMBER: _builtins.int
     PAYLOAD_SHA256_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     SHOWN_FIELD_NUMBER: _builtins.int
     FORM_FIELD_NUMBER: _builtins.int
     MORE_REQUESTS_FIELD_NUMBER: _builtins.int
@@ -49,6 +50,8 @@ class AnswerRecord(_message.Message):
     """Unix time, shown to clients."""
     payload_sha256: _builtins.bytes
     """SHA-256 of the request as the client sent it, if the client gave an idempotency key."""
+    model: _builtins.str
+    """Digest of the model, its tokenizer and the version of this format; gateways with another one do not continue it."""
     num_choices: _builtins.int
     """Choices per prompt; 0 means 1. Their seeds count up from the request's."""
     @_builtins.property
@@ -80,6 +83,7 @@ class AnswerRecord(_message.Message):
         created_seconds: _builtins.int = ...,
         payload_sha256: _builtins.bytes = ...,
         slo: _common_pb2.SloTarget | None = ...,
+        model: _builtins.str = ...,
         shown: Global___ShownAs | None = ...,
         form: Global___AnswerForm | None = ...,
         more_requests: _abc.Iterable[_decode_pb2.DecodeRequest] | None = ...,
@@ -87,7 +91,7 @@ class AnswerRecord(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["form", b"form", "request", b"request", "shown", b"shown", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_seconds", b"created_seconds", "form", b"form", "id", b"id", "kind", b"kind", "more_requests", b"more_requests", "num_choices", b"num_choices", "payload_sha256", b"payload_sha256", "request", b"request", "shown", b"shown", "slo", b"slo", "slo_class", b"slo_class", "with_usage", b"with_usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_seconds", b"created_seconds", "form", b"form", "id", b"id", "kind", b"kind", "model", b"model", "more_requests", b"more_requests", "num_choices", b"num_choices", "payload_sha256", b"payload_sha256", "request", b"request", "shown", b"shown", "slo", b"slo", "slo_class", b"slo_class", "with_usage", b"with_usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,6 +38,7 @@ class DecodeRequest(_message.Message):
     TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
     END_SECONDS_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     """Tenant of the caller; isolates caches. Empty: the default tenant."""
@@ -69,6 +70,10 @@ class DecodeRequest(_message.Message):
     """
     expected_tokens: _builtins.int
     """Tokens that the answer is expected to have beyond output_token_ids; 0: as many as it may."""
+    choice: _builtins.int
+    """Which of the choices of one call it is, over all prompts. Only the text of choice 0 is given to the lookahead
+    service, because a call counts as one request there.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -103,10 +108,11 @@ class DecodeRequest(_message.Message):
         token_seconds: _builtins.float = ...,
         end_seconds: _builtins.float | None = ...,
         expected_tokens: _builtins.int = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "_end_seconds", b"_end_seconds", "due_seconds", b"due_seconds", "end_seconds", b"end_seconds", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "_end_seconds", b"_end_seconds", "crashes", b"crashes", "decode_retries", b"decode_retries", "due_seconds", b"due_seconds", "end_seconds", b"end_seconds", "expected_tokens", b"expected_tokens", "kv_source", b"kv_source", "one_token_chunks", b"one_token_chunks", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "token_seconds", b"token_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "_end_seconds", b"_end_seconds", "choice", b"choice", "crashes", b"crashes", "decode_retries", b"decode_retries", "due_seconds", b"due_seconds", "end_seconds", b"end_seconds", "expected_tokens", b"expected_tokens", "kv_source", b"kv_source", "one_token_chunks", b"one_token_chunks", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "token_seconds", b"token_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__due_seconds: _TypeAlias = _typing.Literal["due_seconds"]  # noqa: Y015
     _WhichOneofArgType__due_seconds: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds"]  # noqa: Y015

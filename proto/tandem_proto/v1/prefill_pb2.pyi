@@ -33,6 +33,7 @@ class KvTicket(_message.Message):
     LAYOUT_DESCRIPTION_FIELD_NUMBER: _builtins.int
     WANTED_BLOCKS_FIELD_NUMBER: _builtins.int
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
+    CLIENT_SECRET_KEY_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """16 random bytes that identify the transfer and authorize writing."""
     epoch: _builtins.int
@@ -46,6 +47,8 @@ class KvTicket(_message.Message):
     layout_description: _builtins.str
     credit_bytes: _builtins.int
     """Payload bytes the prefill pod may have in flight for this transfer before credit comes back."""
+    client_secret_key: _builtins.str
+    """Z85 CURVE secret key of the client that the ingress lets in; empty when CURVE is off."""
     @_builtins.property
     def wanted_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Logical block indices of the prompt (0 = first block) that the decode pod still wants, ascending."""
@@ -61,10 +64,11 @@ class KvTicket(_message.Message):
         layout_description: _builtins.str = ...,
         wanted_blocks: _abc.Iterable[_builtins.int] | None = ...,
         credit_bytes: _builtins.int = ...,
+        client_secret_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "endpoint", b"endpoint", "epoch", b"epoch", "layout_description", b"layout_description", "layout_fingerprint", b"layout_fingerprint", "public_key", b"public_key", "transfer_id", b"transfer_id", "wanted_blocks", b"wanted_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_secret_key", b"client_secret_key", "credit_bytes", b"credit_bytes", "endpoint", b"endpoint", "epoch", b"epoch", "layout_description", b"layout_description", "layout_fingerprint", b"layout_fingerprint", "public_key", b"public_key", "transfer_id", b"transfer_id", "wanted_blocks", b"wanted_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

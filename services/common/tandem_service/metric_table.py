@@ -238,6 +238,11 @@ ANSWERS_NOT_KEPT = _counter(
     "cause",
     by=_GATEWAY,
 )
+GATEWAY_REDIS_CONNECTED = _gauge(
+    "tandem_gateway_redis_connected",
+    "1 while Redis answers, so that other gateways can resume answers; absent without --redis-url",
+    by=_GATEWAY,
+)
 KEPT_ANSWER_BYTES = _gauge(
     "tandem_kept_answer_bytes", "Memory of the answers that can be resumed", by=_GATEWAY, unit=Unit.BYTES
 )

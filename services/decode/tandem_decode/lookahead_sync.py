@@ -6,19 +6,20 @@ requests. Without the service drafts come from the requests themselves.
     begin(tenant)   connects the tenant, if it is not connected
     end(tenant)     after its last running request the tenant may be evicted
     too many        the least recently used tenants without requests lose their stream, their mirror and what
-                    the drafter learned from them
+                    the drafter learned from them; if the mirrors still have too many bytes, each keeps an
+                    equal part
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 from tandem_drafting.drafter import Drafter
 from tandem_drafting.lookahead_client import LookaheadClient
-from tandem_drafting.mirror import GlobalMirror
+from tandem_drafting.mirror import BYTES_PER_TOKEN, DEFAULT_MAX_TOKENS, GlobalMirror
 
 #: tenant, its mirror -> a started client.
 MakeClient = Callable[[str, GlobalMirror], LookaheadClient]
@@ -37,7 +38,8 @@ class _Tenant:
 class LookaheadSync:
     """Used from the event loop. `make_client` None: the pod runs without a lookahead service.
 
-    At most `max_tenants` tenants, or as many as have running requests, hold memory here.
+    At most `max_tenants` tenants, or as many as have running requests, hold memory here, and their mirrors
+    about `max_bytes`.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class LookaheadSync:
         vocab_size: int,
         on_engine_thread: OnEngineThread,
         max_tenants: int,
+        max_bytes: int,
     ) -> None:
         self._drafter = drafter
         self._make_client = make_client
         self._vocab_size = vocab_size
         self._on_engine_thread = on_engine_thread
         self._max_tenants = max_tenants
+        self._max_bytes = max_bytes
         #: The least recently used first.
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._evictions: set[asyncio.Task[None]] = set()
@@ -103,6 +107,12 @@ class LookaheadSync:
         return len(self._tenants)
 
     @property
+    def num_bytes(self) -> int:
+        """Memory of all mirrors."""
+        mirrors = (state.mirror for state in self._tenants.values())
+        return sum(mirror.memory_bytes for mirror in mirrors if mirror is not None)
+
+    @property
     def connected(self) -> int:
         """Number of open streams."""
         return sum(client.connected for client in self._clients())
@@ -119,12 +129,19 @@ class LookaheadSync:
 
     def _evict(self) -> None:
         for tenant in [name for name, state in self._tenants.items() if state.num_requests == 0]:
-            if len(self._tenants) <= self._max_tenants:
-                return
-            state = self._tenants.pop(tenant)
-            eviction = asyncio.create_task(self._free(tenant, state), name="evict-tenant")
-            self._evictions.add(eviction)
-            eviction.add_done_callback(self._evictions.discard)
+            if len(self._tenants) <= self._max_tenants and self.num_bytes <= self._max_bytes:
+                break
+            self._do(self._free(tenant, self._tenants.pop(tenant)))
+        mirrors = [state.mirror for state in self._tenants.values() if state.mirror is not None]
+        part = self._max_bytes // max(1, len(mirrors)) // BYTES_PER_TOKEN
+        for mirror in mirrors:
+            if mirror.max_tokens != min(part, DEFAULT_MAX_TOKENS):
+                self._do(asyncio.to_thread(mirror.limit, min(part, DEFAULT_MAX_TOKENS)))
+
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._evictions.add(task)
+        task.add_done_callback(self._evictions.discard)
 
     async def _free(self, tenant: str, state: _Tenant) -> None:
         await self._on_engine_thread(lambda: self._drafter.detach(tenant, state.mirror))

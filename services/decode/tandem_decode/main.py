@@ -91,6 +91,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
         parts.manifest.vocab_size,
         loop.call_async,
         pod.max_tenants,
+        pod.shared_text_bytes,
     )
     handoff = Handoff(
         loop,

@@ -32,8 +32,9 @@ from tandem_service.tls import is_loopback
 from tandem_gateway.admission.admission import Admission
 from tandem_gateway.admission.forecast import Forecaster
 from tandem_gateway.admission.quotas import OpenCalls
-from tandem_gateway.answers.answer_store import AnswerStore
+from tandem_gateway.answers.answer_store import AnswerStore, model_key
 from tandem_gateway.answers.answers import Answers
+from tandem_gateway.answers.kept_answers import KeptAnswers
 from tandem_gateway.auth import ApiKeys, KeyFileError, authorization
 from tandem_gateway.call.gateway import Gateway, max_message_bytes
 from tandem_gateway.call.relay import Relay
@@ -134,14 +135,21 @@ class GatewayProcess:
         self.store = None
         if address is not None:
             self.store = AnswerStore(
-                address, ttl_s=settings.resume_ttl_s, longest_s=settings.request_timeout_s
+                address,
+                model=model_key(tokenizer.manifest),
+                ttl_s=settings.resume_ttl_s,
+                longest_s=settings.request_timeout_s,
             )
+            metrics.watch_redis(lambda: self.store is not None and self.store.is_connected)
         self._answers = Answers(
             self.gateway.run,
             metrics,
             self.store,
-            ttl_s=settings.resume_ttl_s,
-            max_bytes=settings.resume_max_bytes,
+            kept=KeptAnswers(
+                ttl_s=settings.resume_ttl_s,
+                max_bytes=settings.resume_max_bytes,
+                tenant_bytes=settings.tenant_answer_bytes(),
+            ),
             request_timeout_s=settings.request_timeout_s,
         )
         self._answers_ended = asyncio.Event()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from tandem_core.contracts import RefusalReason
@@ -192,6 +192,10 @@ class GatewayMetrics:
         table.VLLM_WAITING.view(registry, waiting)
         table.VLLM_RUNNING.view(registry, running)
         table.VLLM_CACHE_CONFIG.view(registry, lambda: self._cache_config(fleet))
+
+    def watch_redis(self, is_connected: Callable[[], bool]) -> None:
+        """Call it if the gateway has a Redis."""
+        table.GATEWAY_REDIS_CONNECTED.make(self._registry).set_function(is_connected)
 
     def show_prediction(self, admission: Admission) -> None:
         """Call it on the event loop, to which the forecast belongs; scrapes run in another thread."""

@@ -72,7 +72,8 @@ class GatewaySettings(RedisSettings):
     tls_key: Path | None = None
     """PEM file of that certificate's key"""
     tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """with keys: largest share of the places, in flight and in the queue, that one tenant may take"""
+    """with keys: largest share that one tenant may take of the places, in flight and in the queue, and of
+    --resume-max-bytes"""
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """longest time of a request whose client sets no shorter deadline"""
     max_body_bytes: Annotated[int, Field(ge=1024, le=MAX_MESSAGE_BYTES)] = 8 * 1024 * 1024
@@ -94,7 +95,8 @@ class GatewaySettings(RedisSettings):
     resume_ttl_s: Annotated[float, Field(ge=0)] = 120.0
     """seconds for which a client can resume a cut stream, or get an answer again by its key; 0: never"""
     resume_max_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20
-    """memory for these answers; beyond it the oldest are dropped"""
+    """memory for these answers; beyond it the oldest without an Idempotency-Key are dropped, and keys refused
+    """
     poll_interval_s: Annotated[float, Field(gt=0, le=2)] = 1.0
     """seconds between polls of each pod; at most 2, since predictions ignore reports older than 5 s"""
     failover_wait_s: Annotated[float, Field(ge=0)] = 30.0
@@ -133,6 +135,10 @@ class GatewaySettings(RedisSettings):
     def num_places(self) -> int:
         """Most requests in flight and in the queue together."""
         return self.max_in_flight + self.max_queue
+
+    def tenant_answer_bytes(self) -> int:
+        """Most memory of one tenant's kept answers."""
+        return round(self.resume_max_bytes * (1.0 if self.api_keys_file is None else self.tenant_share))
 
     def tenant_limits(self, caller: Caller) -> TenantLimits:
         """The limits of the caller's key; its places default to the tenant share."""

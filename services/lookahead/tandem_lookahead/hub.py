@@ -2,15 +2,17 @@
 
     pod -> submit -> outbox -> Redis stream -> tail (XREAD) -> namespace -> followers (all replicas)
 
-On every connection to Redis each namespace reads its generation: text of another one was purged. A
-namespace without a position, or whose next entries were trimmed, then starts from the latest snapshot. A
-damaged snapshot is dropped, and its namespace starts from the stream; other namespaces are not affected.
+Namespaces are read from Redis when a pod asks for them. On every connection to Redis each one in memory
+reads its generation: text of another one was purged. A namespace without a position, or whose next entries
+were trimmed, then starts from the latest snapshot. A damaged snapshot is dropped, and its namespace starts
+from the stream; other namespaces are not affected.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -25,10 +27,16 @@ from tandem_service.tracing import RequestTrace
 from tandem_lookahead.compactor import Compactor
 from tandem_lookahead.corpus import CorpusPolicy, fair_limit
 from tandem_lookahead.metrics import LookaheadMetrics
-from tandem_lookahead.namespace import Follower, Namespace, namespace_key, namespace_of_key
+from tandem_lookahead.namespace import Follower, Namespace, namespace_key
 from tandem_lookahead.outbox import Outbox
 from tandem_lookahead.settings import LookaheadSettings
-from tandem_lookahead.store import START, EntryKind, RedisStore, StoreUnavailableError
+from tandem_lookahead.store import (
+    START,
+    EntryKind,
+    RedisStore,
+    StoreFullError,
+    StoreUnavailableError,
+)
 
 #: Limit of one XREAD. The next one also reads the namespaces that were opened meanwhile.
 _BLOCK_MS = 100
@@ -40,6 +48,12 @@ _RETRY_LIMIT_S = 1.0
 #: How long a pod's hello waits for Redis.
 _SYNC_WAIT_S = 1.0
 _FINAL_WRITE_S = 3.0
+#: How long an opened namespace is safe from leaving memory, so that its pod can follow it.
+_OPENING_S = 3.0
+#: A namespace's expiry in Redis is postponed after this share of its time to live.
+_RENEW_SHARE = 1 / 10
+#: Time between two searches for expired namespaces in the set of all.
+_FORGET_S = 3600.0
 #: How long a purge waits until this replica has read it from the stream.
 _PURGE_WAIT_S = 5.0
 
@@ -71,6 +85,8 @@ class LookaheadHub:
         #: Redis may still be starting.
         self._is_new = True
         self._is_stopping = False
+        #: Redis has refused a write for lack of memory.
+        self._is_full = False
         #: Spans that pods sent, and those dropped because the backlog was full.
         self.num_received = 0
         self.num_dropped = 0
@@ -114,11 +130,13 @@ class LookaheadHub:
 
         Raises BadMessageError, TooManyNamespacesError.
         """
-        namespace = self._ensure(proto)
-        if namespace is None:
-            raise TooManyNamespacesError(
-                f"{len(self._namespaces)} namespaces are held already; raise --max-namespaces"
-            )
+        key = namespace_key(proto)
+        while key not in self._namespaces and len(self._namespaces) >= self._settings.max_namespaces:
+            await self._unload_oldest()
+        if key not in self._namespaces:
+            wants_prompts = proto.tenant in self._settings.share_prompts
+            self._namespaces[key] = Namespace(proto, self._policy, wants_prompts=wants_prompts)
+        namespace = self._namespaces[key]
         namespace.last_used = time.monotonic()
         if not namespace.synced.is_set() and (self.is_connected or self._is_new):
             self._opened.set()
@@ -126,6 +144,7 @@ class LookaheadHub:
                 await asyncio.wait_for(namespace.synced.wait(), _SYNC_WAIT_S)
             except TimeoutError:
                 self._log.warning("redis is slow; answering without it", namespace=namespace.key)
+            namespace.last_used = time.monotonic()
         return namespace
 
     async def follow(self, namespace: Namespace, hello: pb.SyncHello) -> Follower:
@@ -197,13 +216,6 @@ class LookaheadHub:
             return None
         return max(0, bounds[1].ms - namespace.entry.ms) / 1000 if bounds is not None else 0.0
 
-    def _ensure(self, proto: pb.Namespace) -> Namespace | None:
-        key = namespace_key(proto)
-        if key not in self._namespaces and len(self._namespaces) < self._settings.max_namespaces:
-            wants_prompts = proto.tenant in self._settings.share_prompts
-            self._namespaces[key] = Namespace(proto, self._policy, wants_prompts=wants_prompts)
-        return self._namespaces.get(key)
-
     async def _tail(self) -> None:
         """Connects to Redis, keeps the namespaces in step with their streams, and reconnects after a loss."""
         loop = asyncio.get_running_loop()
@@ -215,19 +227,20 @@ class LookaheadHub:
                 await self._follow_streams()
             except StoreUnavailableError as error:
                 self._is_new = self._is_new and loop.time() - begun < _SYNC_WAIT_S
-                self._lose_redis(str(error))
+                self._lose_redis(error)
             except Exception as error:  # a bug must not end sharing permanently
                 self._log.exception("following the streams failed; reconnecting")
-                self._lose_redis(repr(error))
+                self._lose_redis(error)
             self._write_wanted.set()
             if loop.time() - started > 5 * _RETRY_LIMIT_S:
                 retry_s = _RETRY_S
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _RETRY_LIMIT_S)
 
-    def _lose_redis(self, reason: str) -> None:
+    def _lose_redis(self, error: Exception) -> None:
+        self._is_full = self._is_full or isinstance(error, StoreFullError)
         if self.is_connected:
-            self._log.warning("redis lost; continuing without it", reason=reason)
+            self._log.warning("redis lost; continuing without it", reason=str(error))
             self._metrics.redis_failures.inc()
         self._connected.clear()
         self._metrics.redis_connected.set(0)
@@ -236,13 +249,12 @@ class LookaheadHub:
         """Returns when the writer has lost Redis. Raises StoreUnavailableError."""
         await self._store.ping()
         await self._store.begin_reading()
+        if self._is_full:
+            self._log.warning("redis is full; halving the streams")
+            await self._store.shrink()
+            self._is_full = False
         for namespace in self.namespaces:
             namespace.synced.clear()
-        for key in await self._store.namespaces():
-            try:
-                self._ensure(namespace_of_key(key))
-            except ValueError as error:
-                self._log.warning("ignored a name in Redis that is no namespace", error=str(error))
         self._connected.set()
         self._is_new = False
         self._metrics.redis_connected.set(1)
@@ -297,6 +309,8 @@ class LookaheadHub:
                     error=str(error),
                 )
                 await self._store.drop_snapshot(namespace.key)
+        await self._store.renew(namespace.key)
+        namespace.renewed_at = time.monotonic()
         await namespace.catch_up_followers()
         namespace.synced.set()
 
@@ -311,7 +325,7 @@ class LookaheadHub:
                     try:
                         await self._outbox.write(self._store)
                     except StoreUnavailableError as error:
-                        self._lose_redis(str(error))
+                        self._lose_redis(error)
                 else:
                     num_merged, num_dropped = await self._outbox.merge_unstored()
                     self.num_dropped += num_dropped
@@ -324,31 +338,57 @@ class LookaheadHub:
             self._metrics.backlog_spans.set(self._outbox.num_backlog)
 
     async def _compact(self) -> None:
+        forgot_at = -math.inf
         while True:
             await asyncio.sleep(self._settings.snapshot_interval_s)
             for namespace in self.namespaces:
                 try:
                     if self.is_connected:
                         await self._compactor.compact(namespace)
+                        await self._renew(namespace)
                 except StoreUnavailableError as error:
+                    self._is_full = self._is_full or isinstance(error, StoreFullError)
                     self._log.warning("snapshot not published", namespace=namespace.key, error=str(error))
             with contextlib.suppress(StoreUnavailableError):
-                await self._unload_idle()
+                for namespace in self.namespaces:
+                    await self._unload(namespace, idle_s=self._settings.idle_s)
+                if self.is_connected and time.monotonic() - forgot_at > _FORGET_S:
+                    await self._store.forget_expired()
+                    forgot_at = time.monotonic()
 
-    async def _unload_idle(self) -> None:
-        """Frees the memory of namespaces that no pod uses; `open` reads them from Redis again."""
+    async def _renew(self, namespace: Namespace) -> None:
+        """Postpones the expiry of a namespace in use, rarely, because Redis logs each time."""
+        is_due = time.monotonic() - namespace.renewed_at > self._settings.redis_ttl_s * _RENEW_SHARE
+        if is_due and namespace.num_followers and namespace.synced.is_set():
+            await self._store.renew(namespace.key)
+            namespace.renewed_at = time.monotonic()
 
-        def is_idle(namespace: Namespace) -> bool:
-            idle_s = time.monotonic() - namespace.last_used
-            is_used = namespace.num_followers > 0 or idle_s < self._settings.idle_s
+    async def _unload_oldest(self) -> None:
+        """Frees the place of the namespace that no pod has used for the longest time. Raises
+        TooManyNamespacesError."""
+        with contextlib.suppress(StoreUnavailableError):
+            for namespace in sorted(self.namespaces, key=lambda one: one.last_used):
+                if await self._unload(namespace, idle_s=_OPENING_S):
+                    return
+        raise TooManyNamespacesError(
+            f"pods use {len(self._namespaces)} namespaces, or Redis does not answer; raise --max-namespaces"
+        )
+
+    async def _unload(self, namespace: Namespace, *, idle_s: float) -> bool:
+        """Frees the memory of a namespace that no pod has used for this time, if Redis has its text; `open`
+        reads it again."""
+
+        def is_idle() -> bool:
+            is_used = namespace.num_followers > 0 or time.monotonic() - namespace.last_used < idle_s
             return self.is_connected and namespace.synced.is_set() and self._outbox.is_empty and not is_used
 
-        for key, namespace in list(self._namespaces.items()):
-            if is_idle(namespace) and namespace.num_unpublished:
-                await self._compactor.publish(namespace)
-            if is_idle(namespace) and not namespace.num_unpublished:
-                del self._namespaces[key]
-                self._log.info("unloaded an idle namespace", namespace=key)
+        if is_idle() and namespace.num_unpublished:
+            await self._compactor.publish(namespace)
+        if not is_idle() or namespace.num_unpublished:
+            return False
+        if self._namespaces.pop(namespace.key, None) is not None:
+            self._log.info("unloaded an idle namespace", namespace=namespace.key)
+        return True
 
     def _report(self) -> None:
         """Sets the gauges, and divides the total memory among the namespaces."""

@@ -42,7 +42,12 @@ class LookaheadPod:
         address = options.redis_address()
         assert address is not None  # checked in main
         metrics = LookaheadMetrics(self.server.registry)
-        self._store = RedisStore(address, stream_length=options.stream_length)
+        self._store = RedisStore(
+            address,
+            stream_length=options.stream_length,
+            stream_bytes=options.stream_bytes,
+            ttl_s=options.redis_ttl_s,
+        )
         self._hub = LookaheadHub(self._store, options, metrics)
         servicer = LookaheadServicer(self._hub, metrics, self.server.tracing, pod_id=options.pod_id)
         lookahead_pb2_grpc.add_LookaheadServiceServicer_to_server(  # type: ignore[no-untyped-call]

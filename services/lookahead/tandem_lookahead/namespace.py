@@ -13,13 +13,14 @@ latest deltas, so that a pod that reconnects gets only those that it missed.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import xxhash
 from tandem_drafting.lookahead_protocol import SNAPSHOT_CHUNK_BYTES, BadMessageError, spans_to_proto
@@ -29,8 +30,9 @@ from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_lookahead.corpus import CorpusPolicy, NamespaceCorpus
 from tandem_lookahead.store import NOWHERE, START, Entry, EntryId, EntryKind, StoredSnapshot
 
-#: Messages that may wait for one pod. Beyond, its stream ends, and it resumes from its position.
-MAX_WAITING_MESSAGES = 4096
+#: Messages, and tokens in them, that may wait for one pod. Beyond, its stream ends, and it resumes from its
+#: position.
+MAX_WAITING_MESSAGES, MAX_WAITING_TOKENS = 4096, 1_000_000
 _MAX_KEY_LENGTH = 512
 #: Deltas kept for pods that reconnect, and tokens in them.
 _MAX_LOGGED = 4096
@@ -52,14 +54,6 @@ def namespace_key(space: pb.Namespace) -> str:
     if len(key) > _MAX_KEY_LENGTH:
         raise BadMessageError(f"namespace: longer than {_MAX_KEY_LENGTH} characters once quoted")
     return key
-
-
-def namespace_of_key(key: str) -> pb.Namespace:
-    """Inverse of `namespace_key`. Raises ValueError for other strings."""
-    parts = key.split("/")
-    if len(parts) != len(_KEY_FIELDS):
-        raise ValueError(f"{key!r} is no namespace's key")
-    return pb.Namespace(**{field: unquote(part) for field, part in zip(_KEY_FIELDS, parts, strict=True)})
 
 
 @dataclass(frozen=True)
@@ -134,24 +128,29 @@ class Follower:
         #: Where the pod will be after it has read the queued messages.
         self.position = Position.parse(hello.have_position)
         self.is_lagging = False
-        self._waiting: deque[Iterable[pb.SyncResponse]] = deque()
+        #: With the number of tokens, except for snapshots, which are shared by all followers.
+        self._waiting: deque[tuple[Iterable[pb.SyncResponse], int]] = deque()
+        self._num_tokens = 0
         self._changed = asyncio.Event()
         self._closed = False
 
-    def put(self, messages: Iterable[pb.SyncResponse], position: Position | None = None) -> None:
+    def put(
+        self, messages: Iterable[pb.SyncResponse], position: Position | None = None, num_tokens: int = 0
+    ) -> None:
         """Never blocks. Closes a follower that is too far behind."""
-        if len(self._waiting) >= MAX_WAITING_MESSAGES:
+        if len(self._waiting) >= MAX_WAITING_MESSAGES or self._num_tokens > MAX_WAITING_TOKENS:
             self.is_lagging = True
             self._waiting.clear()
             self.close()
             return
         self.position = position or self.position
-        self._waiting.append(messages)
+        self._waiting.append((messages, num_tokens))
+        self._num_tokens += num_tokens
         self._changed.set()
 
     def put_spans(self, spans: Sequence[AcceptedSpan]) -> None:
         """Text that does not move the pod's position."""
-        self.put((_delta_message(spans, self.position),))
+        self.put((_delta_message(spans, self.position),), num_tokens=_num_tokens(spans))
 
     def close(self) -> None:
         """Ends `messages` after the queued ones."""
@@ -162,11 +161,14 @@ class Follower:
         """The queued messages, until closed. Raises FollowerLaggingError."""
         while True:
             while self._waiting:
-                for message in self._waiting.popleft():
+                messages, num_tokens = self._waiting.popleft()
+                self._num_tokens -= num_tokens
+                for message in messages:
                     yield message
             if self.is_lagging:
                 raise FollowerLaggingError(
-                    f"over {MAX_WAITING_MESSAGES} messages were waiting; reconnect with have_position"
+                    f"over {MAX_WAITING_MESSAGES} messages or {MAX_WAITING_TOKENS} tokens were waiting; "
+                    "reconnect with have_position"
                 )
             if self._closed:
                 return
@@ -200,6 +202,8 @@ class Namespace:
         self._followers: set[Follower] = set()
         #: When a pod last came or left, in monotonic seconds.
         self.last_used = time.monotonic()
+        #: When its expiry in Redis was last postponed.
+        self.renewed_at = -math.inf
         self._log: deque[_Delta] = deque()
         self._logged_tokens = 0
         #: The log is complete after this entry.
@@ -360,7 +364,7 @@ class Namespace:
             if not self.generation:
                 follower.put_spans(delta.spans)
         elif delta.position.entry > follower.position.entry:
-            follower.put((delta.message,), delta.position)
+            follower.put((delta.message,), delta.position, delta.num_tokens)
         elif delta.is_unstored:
             follower.put_spans(delta.spans)
 

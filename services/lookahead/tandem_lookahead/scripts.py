@@ -8,24 +8,41 @@ cannot replace a newer one.
 
 from __future__ import annotations
 
-#: stream, generation | generation, length, field, payload -> position, or nil after a purge.
+#: stream, generation | generation, length, seconds, field, payload -> position, or nil after a purge.
 APPEND = """
 local generation = redis.call('GET', KEYS[2])
 if not generation then
-  redis.call('SET', KEYS[2], ARGV[1])  -- Redis lost its data; take ours
+  redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[3])  -- Redis lost its data; take ours
 elseif generation ~= ARGV[1] then
   return false
 end
-return redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', ARGV[3], ARGV[4])
+local position = redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', ARGV[4], ARGV[5])
+if redis.call('TTL', KEYS[1]) < 0 then redis.call('EXPIRE', KEYS[1], ARGV[3]) end
+return position
 """
 
-#: stream, generation, snapshot, compactor | the generation that starts
+#: stream | bytes, share. Drops the oldest entries of a stream that takes more bytes, but at most this share.
+#: Without the right to MEMORY USAGE it drops none.
+TRIM = """
+local used = redis.pcall('MEMORY', 'USAGE', KEYS[1], 'SAMPLES', '0')
+if type(used) ~= 'number' or used <= tonumber(ARGV[1]) then return 0 end
+local kept = math.max(ARGV[1] / used, 1 - ARGV[2])
+return redis.call('XTRIM', KEYS[1], 'MAXLEN', math.floor(redis.call('XLEN', KEYS[1]) * kept))
+"""
+
+#: stream, generation, snapshot | seconds : postpones the expiry of what is there.
+RENEW = """
+for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, ARGV[1]) end
+"""
+
+#: stream, generation, snapshot, compactor | the generation that starts, seconds
 #: Empties the stream but keeps it, because its ids must go on growing.
 PURGE = """
-redis.call('SET', KEYS[2], ARGV[1])
+redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[2])
 redis.call('DEL', KEYS[3], KEYS[4])
 redis.call('XTRIM', KEYS[1], 'MAXLEN', '0')
-return redis.call('XADD', KEYS[1], '*', 'p', ARGV[1])
+redis.call('XADD', KEYS[1], '*', 'p', ARGV[1])
+return redis.call('EXPIRE', KEYS[1], ARGV[2])
 """
 
 #: compactor | owner, milliseconds -> whether the owner has it now.
@@ -51,8 +68,8 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return 1
 """
 
-#: upload, snapshot, compactor, generation | owner, generation, ms, seq -> "ok" or the cause of the refusal.
-#: Replaces a damaged snapshot: pcall, because it may be no hash.
+#: upload, snapshot, compactor, generation | owner, generation, ms, seq, seconds -> "ok" or the cause of the
+#: refusal. Replaces a damaged snapshot: pcall, because it may be no hash.
 PUBLISH = """
 local function refuse(cause)
   redis.call('DEL', KEYS[1])
@@ -69,6 +86,6 @@ if held[1] == ARGV[2] and ms and seq then
   end
 end
 redis.call('RENAME', KEYS[1], KEYS[2])
-redis.call('PERSIST', KEYS[2])
+redis.call('EXPIRE', KEYS[2], ARGV[5])
 return 'ok'
 """

@@ -25,11 +25,15 @@ class LookaheadSettings(PodSettings, RedisSettings):
     half_life_s: Annotated[float, Field(gt=0.0)] = 86_400.0
     """seconds after which a use of a text counts half"""
     max_namespaces: Annotated[int, Field(ge=1)] = 256
-    """most namespaces at once"""
+    """most namespaces in memory; beyond, the one without a pod for the longest time leaves it"""
     idle_s: Annotated[float, Field(gt=0.0)] = 3600.0
     """seconds without a pod after which a namespace leaves memory; Redis keeps it"""
+    redis_ttl_s: Annotated[float, Field(ge=60.0)] = 7 * 86_400.0
+    """seconds without a pod after which a namespace leaves Redis"""
     stream_length: Annotated[int, Field(ge=16)] = 20_000
     """approximate number of entries kept in a namespace's Redis stream"""
+    stream_bytes: Annotated[int, Field(ge=1 << 16)] = 16 << 20
+    """approximate memory of a namespace's Redis stream; snapshots hold the text before"""
     backlog_tokens: Annotated[int, Field(ge=0)] = 1_000_000
     """tokens kept for Redis while it does not answer; beyond, the oldest are dropped"""
     snapshot_interval_s: Annotated[float, Field(gt=0.0)] = 30.0

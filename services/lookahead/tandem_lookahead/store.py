@@ -2,7 +2,7 @@
 
 Per namespace, in one hash slot:
 
-    tandem:lookahead:2:{NS}:stream      all text, about `stream_length` entries of one field each:
+    tandem:lookahead:2:{NS}:stream      latest text, about `stream_length` entries of one field each:
                                           s  spans that pods accepted        w  imported text
                                           p  the generation that starts here; earlier text was purged
     tandem:lookahead:2:{NS}:generation  of the text; writes of another generation are refused
@@ -10,7 +10,8 @@ Per namespace, in one hash slot:
     tandem:lookahead:2:{NS}:upload:WHO  a snapshot that a replica is writing; expires if it is not finished
     tandem:lookahead:2:{NS}:compactor   lease of the replica that may publish
 
-and tandem:lookahead:2:namespaces, the set of all NS. Scripts do what must be atomic (scripts.py).
+and tandem:lookahead:2:namespaces, the set of all NS. Every key of a namespace expires; use of the namespace
+postpones it. Scripts do what must be atomic (scripts.py).
 
 Every failure of Redis leaves this module as StoreUnavailableError; the hub continues without Redis and
 retries.
@@ -21,12 +22,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from google.protobuf.message import DecodeError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from tandem_drafting.lookahead_protocol import spans_from_proto, spans_to_proto
 from tandem_drafting.spans import AcceptedSpan
 from tandem_proto.v1 import lookahead_pb2 as pb
@@ -37,12 +39,20 @@ from tandem_lookahead import scripts
 
 _PREFIX = "tandem:lookahead:2:"
 _CHUNK_BYTES = 4 << 20
+#: A stream is trimmed when this share of its limit has been appended since.
+_TRIM_SHARE = 1 / 8
+#: Streams of at most this size do not fill Redis.
+_SMALL_STREAM_BYTES = 64 << 10
 #: Limit of an upload.
 _UPLOAD_S = 60
 
 
 class StoreUnavailableError(Exception):
     """Redis does not answer, or answers with an error."""
+
+
+class StoreFullError(StoreUnavailableError):
+    """Redis is at its maxmemory; `shrink` makes room."""
 
 
 class WrongGenerationError(Exception):
@@ -112,11 +122,17 @@ class RedisStore:
         address: RedisAddress,
         *,
         stream_length: int,
+        stream_bytes: int,
+        ttl_s: float,
         chunk_bytes: int = _CHUNK_BYTES,
         upload_s: int = _UPLOAD_S,
     ) -> None:
         self._address = address
         self._stream_length = stream_length
+        self._stream_bytes = stream_bytes
+        self._ttl_s = max(1, round(ttl_s))
+        #: By namespace: bytes appended here since its stream was last trimmed.
+        self._appended: Counter[str] = Counter()
         self._chunk_bytes = chunk_bytes
         self._upload_s = upload_s
         #: Untyped, because the library's types are unions over protocols and decodings, which are fixed here.
@@ -142,14 +158,41 @@ class RedisStore:
             await self._client.ping()
 
     async def namespaces(self) -> list[str]:
-        """Keys of all namespaces ever written."""
+        """Keys of the namespaces that Redis holds, and of some that have expired."""
         with _failures():
             return sorted(key.decode() for key in await self._redis.smembers(_PREFIX + "namespaces"))
+
+    async def forget_expired(self) -> None:
+        """Removes expired namespaces from the set and from Redis' file, and lets those of an earlier version
+        expire."""
+        num_expired = 0
+        for key in await self.namespaces():
+            with _failures():
+                left_s = await self._redis.ttl(_key(key, "generation"))
+                if left_s == -2:
+                    num_expired += await self._redis.srem(_PREFIX + "namespaces", key)
+            if left_s == -1:
+                await self.renew(key)
+        if num_expired:
+            await self.forget_deleted()
+
+    async def renew(self, namespace_key: str) -> None:
+        """Postpones the namespace's expiry."""
+        names = ("stream", "generation", "snapshot")
+        with _failures():
+            await self._redis.eval(
+                scripts.RENEW, len(names), *(_key(namespace_key, name) for name in names), self._ttl_s
+            )
+
+    async def shrink(self) -> None:
+        """Halves all streams but small ones. Entries that no snapshot includes may be lost."""
+        for key in await self.namespaces():
+            await self._trim(key, _SMALL_STREAM_BYTES, most=0.5)
 
     async def generation(self, namespace_key: str, *, ours: str) -> str:
         """The generation of a namespace's text; sets ours if there is none."""
         with _failures():
-            await self._redis.set(_key(namespace_key, "generation"), ours, nx=True)
+            await self._redis.set(_key(namespace_key, "generation"), ours, nx=True, ex=self._ttl_s)
             found = await self._redis.get(_key(namespace_key, "generation"))
         return found.decode() if found is not None else ours
 
@@ -157,6 +200,7 @@ class RedisStore:
         self, namespace_key: str, generation: str, kind: EntryKind, spans: Sequence[AcceptedSpan]
     ) -> None:
         """One stream entry. Raises WrongGenerationError, with nothing written, after a purge."""
+        payload = pb.SpanBatch(spans=spans_to_proto(spans)).SerializeToString()
         with _failures():
             await self._redis.sadd(_PREFIX + "namespaces", namespace_key)
             position = await self._redis.eval(
@@ -166,20 +210,28 @@ class RedisStore:
                 _key(namespace_key, "generation"),
                 generation,
                 self._stream_length,
+                self._ttl_s,
                 kind.value,
-                pb.SpanBatch(spans=spans_to_proto(spans)).SerializeToString(),
+                payload,
             )
         if position is None:
             raise WrongGenerationError(namespace_key)
+        self._appended[namespace_key] += len(payload)
+        if self._appended[namespace_key] > _TRIM_SHARE * self._stream_bytes:
+            del self._appended[namespace_key]
+            await self._trim(namespace_key, self._stream_bytes, most=1.0)
+
+    async def _trim(self, namespace_key: str, num_bytes: int, *, most: float) -> None:
+        with _failures():
+            await self._redis.eval(scripts.TRIM, 1, _key(namespace_key, "stream"), num_bytes, most)
 
     async def purge(self, namespace_key: str, generation: str) -> None:
         """Removes everything of a namespace, and starts a generation in its stream."""
         names = ("stream", "generation", "snapshot", "compactor")
         with _failures():
             await self._redis.sadd(_PREFIX + "namespaces", namespace_key)
-            await self._redis.eval(
-                scripts.PURGE, len(names), *(_key(namespace_key, name) for name in names), generation
-            )
+            keys = (_key(namespace_key, name) for name in names)
+            await self._redis.eval(scripts.PURGE, len(names), *keys, generation, self._ttl_s)
 
     async def forget_deleted(self) -> None:
         """Asks Redis to rewrite its append-only file without what was deleted."""
@@ -256,7 +308,7 @@ class RedisStore:
                 4,
                 upload,
                 *(_key(namespace_key, name) for name in names),
-                *(owner, snapshot.generation, ms, seq),
+                *(owner, snapshot.generation, ms, seq, self._ttl_s),
             )
         return outcome.decode()
 
@@ -312,6 +364,9 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except NO_ANSWER as error:
+        # Redis 6 reports the refusal of a script's command as the script's error.
+        if isinstance(error, OutOfMemoryError) or "-OOM" in str(error):
+            raise StoreFullError(f"Redis is at its maxmemory: {error}") from error
         raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error
 
 

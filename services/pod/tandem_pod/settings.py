@@ -25,7 +25,7 @@ class EnginePodSettings(PodSettings):
     device: str = "auto"
     """where to compute: cpu, cuda or cuda:N; auto: the GPU if there is one"""
     threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads for the model; 0: one per core"""
+    """CPU threads for the model; 0: one per core, or per CPU of the container's quota"""
     num_blocks: Annotated[int, Field(ge=0)] = 0
     """KV blocks in the pool; 0: as many as fit on the GPU, or in 3 GiB or a quarter of the free RAM, and
     --max-model-len at least"""

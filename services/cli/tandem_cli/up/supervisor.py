@@ -95,6 +95,7 @@ def spawn(spec: ProcessSpec) -> Process:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        umask=0o077,  # their files may hold callers' texts
         # Prints a traceback if native code crashes.
         env={**POD_ENVIRONMENT, **os.environ, "PYTHONFAULTHANDLER": "1"},
     )

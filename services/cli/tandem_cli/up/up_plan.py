@@ -1,19 +1,19 @@
 """Plans the processes of `tandem up`, their flags and their ports; starts nothing.
 
-gateway i  gRPC 20051 + i, HTTP 8000 + i         redis  a unix socket, no port
+gateway i  gRPC 20051 + i, HTTP 8000 + i         redis, redis-answers  a unix socket, no port
 prefill i  base + i         decode j     base + 100 + j
 lookahead  base + 300       decode j's KV ingress  base + 200 + j       metrics  port + 1000
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tandem_core.usable_cpus import usable_cpus
 from tandem_service.tls import PemFiles, Role
 
 from tandem_cli.up import redis_server
@@ -40,7 +40,7 @@ class ProcessPlan:
 
 def plan_fleet(options: FleetOptions) -> ProcessPlan:
     """Plans gateways, decode pods and prefill pods; the lookahead service if drafts use the text of other
-    requests; Redis for that service and for several gateways. Raises RedisNotFoundError."""
+    requests; a Redis for that service, and one for the gateways' answers. Raises RedisNotFoundError."""
     return _Planner(options).plan()
 
 
@@ -57,6 +57,18 @@ _GATEWAY_NICE = -5
 _LOCAL_PREFILL_TOKENS = 1_536
 
 
+def _redis(name: str, folder: Path, *, is_persistent: bool) -> ProcessSpec:
+    url = f"unix://{redis_server.socket_path(folder)}"
+    command = redis_server.command(folder, is_persistent=is_persistent)
+    return ProcessSpec(name, name, command, ports={}, health_target=url)
+
+
+def _redis_flags(servers: Sequence[ProcessSpec]) -> list[str]:
+    """A server of others is named by REDIS_URL, which the processes inherit: everyone can read flags, and the
+    URL may have a password."""
+    return [flag for server in servers for flag in ("--redis-url", server.health_target)]
+
+
 class _Planner:
     def __init__(self, options: FleetOptions) -> None:
         self._options = options
@@ -65,11 +77,15 @@ class _Planner:
         options = self._options
         prefill = tuple(self._prefill(index) for index in range(options.num_prefill))
         shares_text = options.speculation.uses_shared_text
-        lookahead = (self._lookahead(),) if shares_text else ()
-        wants_redis = shares_text or options.num_gateways > 1
-        redis = (self._redis(),) if wants_redis and not options.redis_url else ()
+        redis: tuple[ProcessSpec, ...] = ()
+        if not options.redis_url and (shares_text or options.num_gateways > 1):
+            answers_dir = redis_server.answers_dir(options.redis_dir)
+            redis = (_redis("redis-answers", answers_dir, is_persistent=False),)
+            if shares_text:
+                redis += (_redis("redis", options.redis_dir, is_persistent=True),)
+        lookahead = (self._lookahead(redis),) if shares_text else ()
         decode = tuple(self._decode(index, lookahead) for index in range(options.num_decode))
-        redis_flags = self._redis_flags() if redis else []
+        redis_flags = _redis_flags(redis[:1])
         gateways = tuple(self._gateway(i, prefill, decode, redis_flags) for i in range(options.num_gateways))
         return ProcessPlan(tuple(stage for stage in (gateways, decode, prefill, lookahead, redis) if stage))
 
@@ -93,22 +109,9 @@ class _Planner:
             flags += ["--lookahead", service.health_target]
         return self._pod("decode", f"decode-{index}", ports, flags)
 
-    def _lookahead(self) -> ProcessSpec:
-        flags = self._redis_flags() if not self._options.redis_url else []
+    def _lookahead(self, redis: Sequence[ProcessSpec]) -> ProcessSpec:
+        flags = _redis_flags(redis[1:])
         return self._pod("lookahead", "lookahead", {"grpc": self._options.base_port + 300}, flags)
-
-    def _redis(self) -> ProcessSpec:
-        command = redis_server.command(self._options.redis_dir)
-        return ProcessSpec("redis", "redis", command, ports={}, health_target=self._redis_url())
-
-    def _redis_url(self) -> str:
-        """URL of the fleet's own server."""
-        return f"unix://{redis_server.socket_path(self._options.redis_dir)}"
-
-    def _redis_flags(self) -> list[str]:
-        """Flags for the fleet's own server. Processes inherit the REDIS_URL of another server: flags are
-        public, and the URL may have a password."""
-        return ["--redis-url", self._redis_url()]
 
     def _gateway(
         self,
@@ -152,7 +155,7 @@ class _Planner:
         would wait for threads of other pods."""
         threads = self._options.threads
         if threads is None and num_pods > 1:
-            threads = max(1, len(os.sched_getaffinity(0)) // num_pods)
+            threads = max(1, usable_cpus() // num_pods)
         return [] if threads is None else ["--threads", str(threads)]
 
     def _pod(self, role: str, name: str, ports: dict[str, int], flags: list[str]) -> ProcessSpec:

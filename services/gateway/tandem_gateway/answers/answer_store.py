@@ -1,10 +1,13 @@
 """Answers in Redis, so that another gateway can continue what one gateway has sent.
 
-tandem:answer:NAME          hash: `record`, an AnswerRecord, and `owner`, the computation that may append, ""
-                            if there is none
-tandem:answer:NAME:events   list of DecodeResponse messages, in the order in which clients get them
-tandem:gateway:ID           exists while the gateway lives: the number of its next owner, and the numbers of
-                            the owners that compute
+tandem:answer:MODEL:NAME         hash: `record`, an AnswerRecord, its `id`, and `owner`, the computation that
+                                 may append, "" if there is none
+tandem:answer:MODEL:NAME:events  list of DecodeResponse messages, in the order in which clients get them
+tandem:gateway:ID                exists while the gateway lives: the number of its next owner, and the numbers
+                                 of the owners that compute
+
+MODEL names the model and the format of the messages, so gateways of two models, or of two formats, in one
+Redis never read each other's answers.
 
 The stored events are always a prefix of the answer, and mostly all of it. Only the owner appends: a gateway
 that was paused while another one took over its answer is refused. An owner that its gateway no longer lists
@@ -15,8 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +28,7 @@ from typing import Any
 import structlog
 from google.protobuf.message import DecodeError
 from redis.exceptions import NoScriptError, ResponseError
+from tandem_core.model.manifest import ModelManifest
 from tandem_proto.v1 import answers_pb2, decode_pb2
 from tandem_service.redis_client import NO_ANSWER, RedisAddress, connect
 from tandem_service.tasks import end_tasks
@@ -32,22 +37,27 @@ from tandem_gateway.request import Event
 
 _PREFIX = "tandem:answer:"
 _GATEWAY_PREFIX = "tandem:gateway:"
+#: Increase it with every field of AnswerRecord that changes an answer: a gateway of an earlier version would
+#: ignore the field and continue with another text.
+FORMAT = 2
 #: A gateway whose lease expires is considered dead.
 LEASE_MS = 1000
 _HEARTBEAT_S = 0.3
 #: Longest wait for Redis, because streams pause meanwhile.
 _TIMEOUT_S = 0.5
+#: Longest wait for a new connection; no stream waits for it.
+_CONNECT_S = 2.0
 
-#: record, events | owner, record, ms -> 1, or 0 if the name is taken. A gateway repeats it after a lost
+#: record, events | owner, ms, id, record -> 1, or 0 if the name is taken. A gateway repeats it after a lost
 #: reply.
 _BEGIN = """
 if redis.call('EXISTS', KEYS[1]) == 1 then
   local gateway = string.match(redis.call('HGET', KEYS[1], 'owner') or '', '^[^:]*')
   local is_ours = gateway == string.match(ARGV[1], '^[^:]*')
-  if not is_ours or redis.call('HGET', KEYS[1], 'record') ~= ARGV[2] then return 0 end
+  if not is_ours or redis.call('HGET', KEYS[1], 'id') ~= ARGV[3] then return 0 end
 end
-redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'record', ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'id', ARGV[3], 'record', ARGV[4])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
 redis.call('DEL', KEYS[2])
 return 1
 """
@@ -98,20 +108,33 @@ class NotOwnerError(Exception):
 @dataclass(frozen=True)
 class StoredAnswer:
     record: answers_pb2.AnswerRecord
+    events: list[Event]
+
+
+@dataclass(frozen=True)
+class StoredProgress:
     #: From the requested position.
     events: list[Event]
     owner: str
-    #: Whether a live gateway computes it.
+    #: Whether a live gateway computes the answer.
     is_owned: bool
+
+
+def model_key(manifest: ModelManifest) -> str:
+    """Equal for gateways that may continue each other's answers."""
+    identity = f"{FORMAT}/{manifest.revision}/{manifest.tokenizer_hash}/{manifest.vocab_size}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 class AnswerStore:
     """`await start()`, then `await close()`. Belongs to one event loop. Methods that use Redis raise
     StoreError."""
 
-    def __init__(self, address: RedisAddress, *, ttl_s: float, longest_s: float) -> None:
-        """`ttl_s`: how long an answer is kept after its end; `longest_s`: longest computation."""
+    def __init__(self, address: RedisAddress, *, model: str, ttl_s: float, longest_s: float) -> None:
+        """`model`: the `model_key`; `ttl_s`: how long an answer is kept after its end; `longest_s`: longest
+        computation."""
         self._address = address
+        self._model = model
         self._ttl_ms = round(ttl_s * 1000)
         #: Expiry during a computation.
         self._running_ms = round((longest_s + ttl_s) * 1000)
@@ -131,8 +154,10 @@ class AnswerStore:
 
     async def start(self) -> None:
         """Connects now, or as soon as Redis answers."""
-        with contextlib.suppress(StoreError):
+        try:
             await self.renew_lease()
+        except StoreError as error:
+            self._log.warning("Redis does not answer; answers stay in this gateway", reason=str(error))
         self._heart = asyncio.create_task(self._keep_alive())
 
     async def close(self) -> None:
@@ -159,13 +184,14 @@ class AnswerStore:
 
     async def begin(self, name: str, owner: str, record: answers_pb2.AnswerRecord) -> bool:
         """Creates the answer. False, with nothing written: the name is taken."""
-        return bool(await self._eval(_BEGIN, name, owner, record.SerializeToString(), self._running_ms))
+        record.model = self._model
+        payload = record.SerializeToString()
+        return bool(await self._eval(_BEGIN, name, owner, self._running_ms, record.id, payload))
 
-    async def append(self, name: str, owner: str, num_before: int, events: Sequence[Event]) -> int | None:
-        """Appends events; returns how many are stored. Fewer than before, with nothing written: Redis has
-        lost some; None: it has lost the answer. Raises NotOwnerError."""
-        payloads = [_payload(event) for event in events]
-        length = await self._eval(_APPEND, name, owner, num_before, self._running_ms, *payloads)
+    async def append(self, name: str, owner: str, num_before: int, events: Sequence[bytes]) -> int | None:
+        """Appends encoded events; returns how many are stored. Fewer than before, with nothing written: Redis
+        has lost some; None: it has lost the answer. Raises NotOwnerError."""
+        length = await self._eval(_APPEND, name, owner, num_before, self._running_ms, *events)
         if length == -1:
             raise NotOwnerError("another gateway continues this answer")
         return None if length == -2 else length
@@ -183,14 +209,29 @@ class AnswerStore:
         self.end(owner)
         await self._eval(_DROP, name, owner)
 
-    async def read(self, name: str, start: int = 0) -> StoredAnswer | None:
-        """The answer with its events from `start`; None: there is none, or it cannot be read."""
-        try:
+    async def read(self, name: str) -> StoredAnswer | None:
+        """The answer with its events so far; None: there is none, or it cannot be read."""
+        with self._unreadable(name):
             async with self.connection() as redis:
-                fields = await redis.hgetall(_PREFIX + _slot(name))
-                if b"record" not in fields:
+                payload = await redis.hget(self._key(name), "record")
+                if payload is None:
                     return None
-                owner = fields.get(b"owner", b"").decode()
+                payloads = await redis.lrange(self._key(name) + ":events", 0, -1)
+            record = answers_pb2.AnswerRecord.FromString(payload)
+            if record.model != self._model:
+                raise ValueError("it belongs to another model or format")
+            return StoredAnswer(record, [decode_event(payload) for payload in payloads])
+        return None
+
+    async def read_on(self, name: str, answer_id: str, start: int) -> StoredProgress | None:
+        """The events from `start`, without the record, which has all prompts. None: there is none of this id,
+        or it cannot be read."""
+        with self._unreadable(name):
+            async with self.connection() as redis:
+                stored_id, stored_owner = await redis.hmget(self._key(name), ("id", "owner"))
+                if stored_id != answer_id.encode():
+                    return None
+                owner = (stored_owner or b"").decode()
                 gateway, _, number = owner.partition(":")
                 # An owner of this gateway has ended but is not released yet, since a gateway computes an
                 # answer once.
@@ -198,16 +239,24 @@ class AnswerStore:
                     await redis.get(_GATEWAY_PREFIX + gateway), number
                 )
                 # Read after the check of the owner, which includes a dead owner's last events.
-                payloads = await redis.lrange(_PREFIX + _slot(name) + ":events", start, -1)
-            record = answers_pb2.AnswerRecord.FromString(fields[b"record"])
-            events = [_event(decode_pb2.DecodeResponse.FromString(payload)) for payload in payloads]
+                payloads = await redis.lrange(self._key(name) + ":events", start, -1)
+            return StoredProgress([decode_event(payload) for payload in payloads], owner, is_owned)
+        return None
+
+    @contextlib.contextmanager
+    def _unreadable(self, name: str) -> Iterator[None]:
+        """Logs and suppresses the errors of a damaged answer."""
+        try:
+            yield
         except (DecodeError, ValueError, WrongTypeError) as error:
             self._log.warning("an answer in Redis cannot be read", name=name, reason=str(error))
-            return None
-        return StoredAnswer(record, events, owner, is_owned)
+
+    def _key(self, name: str) -> str:
+        # The braces put both keys of an answer into one hash slot of a cluster.
+        return f"{_PREFIX}{self._model}:{{{name}}}"
 
     async def _eval(self, script: str, name: str, *arguments: object) -> int:
-        keys = (_PREFIX + _slot(name), _PREFIX + _slot(name) + ":events")
+        keys = (self._key(name), self._key(name) + ":events")
         async with self.connection() as redis:
             if script not in self._hashes:
                 self._hashes[script] = await redis.script_load(script)
@@ -230,7 +279,7 @@ class AnswerStore:
         except NO_ANSWER as error:
             if self._client is client:
                 self._log.warning(
-                    "answers are not stored in Redis until it answers again", reason=str(error) or "no answer"
+                    "Redis lost; answers stay in this gateway", reason=str(error) or "no answer"
                 )
                 self._client = None
                 await _close(client)
@@ -246,10 +295,11 @@ class AnswerStore:
         """Connects if necessary, and tells other gateways that this one lives."""
         if self._client is None:
             try:
-                async with asyncio.timeout(_TIMEOUT_S):
+                async with asyncio.timeout(_CONNECT_S):
                     self._client = await connect(self._address)
             except NO_ANSWER as error:
-                raise StoreError(f"Redis does not answer: {error}") from error
+                raise StoreError(str(error) or f"no reply within {_CONNECT_S:g} s") from error
+            self._log.info("Redis connected; other gateways can resume answers")
         async with self.connection() as redis:
             owners = " ".join(map(str, (self._next_owner, *self._owners)))
             await redis.set(_GATEWAY_PREFIX + self.id, owners, px=LEASE_MS)
@@ -266,18 +316,15 @@ def _computes(owners: bytes | None, number: str) -> bool:
         return True
 
 
-def _slot(name: str) -> str:
-    """Puts both keys of an answer into one hash slot of a cluster."""
-    return "{" + name + "}"
-
-
-def _payload(event: Event) -> bytes:
+def encode_event(event: Event) -> bytes:
     if isinstance(event, decode_pb2.DecodeFinished):
         return decode_pb2.DecodeResponse(finished=event).SerializeToString()
     return decode_pb2.DecodeResponse(chunk=event).SerializeToString()
 
 
-def _event(message: decode_pb2.DecodeResponse) -> Event:
+def decode_event(payload: bytes) -> Event:
+    """Raises DecodeError, ValueError."""
+    message = decode_pb2.DecodeResponse.FromString(payload)
     match message.WhichOneof("event"):
         case "chunk":
             return message.chunk

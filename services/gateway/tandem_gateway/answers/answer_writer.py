@@ -13,7 +13,13 @@ import time
 from tandem_service.tasks import end_tasks
 
 from tandem_gateway.answers.answer import Answer
-from tandem_gateway.answers.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
+from tandem_gateway.answers.answer_store import (
+    AnswerStore,
+    NotOwnerError,
+    StoredAnswer,
+    StoredProgress,
+    StoreError,
+)
 from tandem_gateway.errors import AnswerGivenUpError, DeadlineError, UnavailableError
 
 #: Time between two reads of an answer that another gateway computes.
@@ -61,6 +67,7 @@ class AnswerWriter:
                 self._store.end(owner)
         if not is_ours:
             return False
+        self._store.end(answer.owner)  # of the computation whose answer Redis has lost
         answer.is_stored, answer.num_stored, answer.owner = True, 0, owner
         return True
 
@@ -116,9 +123,9 @@ class AnswerWriter:
                 if not answer.owner:
                     self._store.end(owner)
 
-    async def _read_on(self, answer: Answer) -> StoredAnswer:
-        stored = await self._store.read(answer.name, len(answer.events))
-        if stored is None or stored.record.id != answer.record.id:
+    async def _read_on(self, answer: Answer) -> StoredProgress:
+        stored = await self._store.read_on(answer.name, answer.record.id, len(answer.events))
+        if stored is None:
             raise AnswerGivenUpError("the answer was given up by the gateway that computed it")
         for event in stored.events:
             answer.add(event)

@@ -10,9 +10,10 @@ events that they lack: existing ones at once, others as they are computed. When 
 computation ends, unless the client sent an idempotency key and may ask again. The next reader resumes an
 incomplete computation from the tokens so far, as a decode pod continues for a lost one.
 
-Answers stay in memory for `ttl_s` within `max_bytes`. With a store, another gateway can read them while this
-one computes, and take over when it dies. The first event is stored before a client gets it, the others soon
-after. A gateway that takes over computes again what the client has and the store lacks; the tokens are equal.
+Answers stay in memory for a time and within a number of bytes (KeptAnswers). With a store, another gateway
+can read them while this one computes, and take over when it dies. The first event is stored before a client
+gets it, the others soon after. A gateway that takes over computes again what the client has and the store
+lacks; the tokens are equal.
 """
 
 from __future__ import annotations
@@ -26,13 +27,20 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
 from tandem_core.codec import sampling_to_proto, slo_to_proto
+from tandem_core.contracts import RefusalReason
 from tandem_core.errors import InvalidRequestError
 from tandem_proto.v1 import answers_pb2, decode_pb2
 from tandem_service import tracing
 from tandem_service.tasks import end_tasks
 
 from tandem_gateway.answers.answer import NAME_CHARS, RUN_CHARS, Answer, Sent, num_positions
-from tandem_gateway.answers.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
+from tandem_gateway.answers.answer_store import (
+    AnswerStore,
+    NotOwnerError,
+    StoredAnswer,
+    StoreError,
+    decode_event,
+)
 from tandem_gateway.answers.answer_writer import FOLLOW_S, STORE_WAIT_S, AnswerWriter
 from tandem_gateway.answers.kept_answers import KeptAnswers
 from tandem_gateway.errors import (
@@ -70,15 +78,14 @@ class Answers:
         metrics: GatewayMetrics,
         store: AnswerStore | None,
         *,
-        ttl_s: float,
-        max_bytes: int,
+        kept: KeptAnswers,
         request_timeout_s: float,
     ) -> None:
         self._run = run
         self._metrics = metrics
         self._writer = AnswerWriter(store) if store is not None else None
         self._request_timeout_s = request_timeout_s
-        self._kept = KeptAnswers(ttl_s=ttl_s, max_bytes=max_bytes)
+        self._kept = kept
         self._running: set[Answer] = set()
         #: Serializes search and creation by name, so that a name has one answer here.
         self._lock = asyncio.Lock()
@@ -129,12 +136,20 @@ class Answers:
     ) -> Answer:
         """A new answer with `num_choices` choices for each prompt, or the existing answer of the same key.
 
-        Raises IdempotencyKeyError, UnavailableError.
+        Raises IdempotencyKeyError, OverloadedError, UnavailableError.
         """
         if self.is_draining:
             raise _stopping()
         self._remove_excess()
         first = prompts[0]
+        has_room = self._kept.has_room(first.tenant)
+        if key and not has_room and self._kept.ttl_s > 0:
+            raise OverloadedError(
+                f"Idempotency-Key: the answers kept for this tenant or for all fill the memory, at most "
+                f"{self._kept.tenant_bytes >> 20} MiB per tenant; send the request later, or without a key",
+                self._kept.room_in_s(),
+                RefusalReason.KEPT_ANSWERS,
+            )
         name = _key_name(first.tenant, key) if key else secrets.token_hex(NAME_CHARS // 2)
         answer = Answer(
             answers_pb2.AnswerRecord(
@@ -152,11 +167,11 @@ class Answers:
                 payload_sha256=payload_sha256,
             ),
             choices_of(prompts, num_choices),
-            is_kept=(is_streamed or bool(key)) and self._kept.has_room(),
+            is_kept=(is_streamed or bool(key)) and has_room,
             has_key=bool(key),
         )
         if not answer.is_kept:
-            if self._kept.ttl_s > 0 and (is_streamed or key):
+            if self._kept.ttl_s > 0 and is_streamed:
                 self._metrics.not_kept.labels("memory").inc()
             return answer
         if not key:
@@ -253,7 +268,7 @@ class Answers:
                     if time.monotonic() > turn_ends:  # a resumed answer may have many events
                         await asyncio.sleep(0)
                         turn_ends = time.monotonic() + _TURN_S
-                    event = answer.events[num_read]
+                    event = decode_event(answer.events[num_read])
                     num_read += 1
                     choice = event.choice
                     start = at[choice]
@@ -374,7 +389,7 @@ class Answers:
 
     def _remove_excess(self) -> None:
         for answer in self._kept.remove_excess():
-            if self._writer is not None and answer.is_stored:
+            if self._writer is not None and answer.is_stored and not answer.is_copy:
                 self._writer.evict(answer.name)  # also bounds this gateway's share of the store
 
     async def _purge(self) -> None:
@@ -386,7 +401,7 @@ class Answers:
 def _copy_of(stored: StoredAnswer) -> Answer:
     """Raises StoreError for inconsistent events."""
     has_key = bool(stored.record.payload_sha256)
-    answer = Answer(stored.record, None, is_kept=True, has_key=has_key, is_stored=True)
+    answer = Answer(stored.record, None, is_kept=True, has_key=has_key, is_copy=True, is_stored=True)
     for event in stored.events:
         answer.add(event)
     return answer
@@ -417,7 +432,7 @@ def _checked(answer: Answer, payload_sha256: bytes) -> Answer:
 def _not_kept(event_id: str) -> AnswerNotFoundError:
     return AnswerNotFoundError(
         f"the answer of event {event_id} is not kept here: it has expired, was dropped when memory was full, "
-        "or belongs to another tenant; send the request again"
+        "or belongs to another tenant or another model; send the request again"
     )
 
 

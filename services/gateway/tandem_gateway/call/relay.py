@@ -325,6 +325,7 @@ class Relay:
                 token_seconds=request.slo.tpot_s,
                 end_seconds=request.arrived + request.slo.e2e_s - now if request.slo.e2e_s else None,
                 expected_tokens=num_left,
+                choice=request.choice,
             ),
             timeout=max(0.001, request.deadline - time.monotonic()),
             metadata=((REQUEST_ID_KEY, request.request_id), *trace.metadata),

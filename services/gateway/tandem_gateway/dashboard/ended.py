@@ -21,15 +21,16 @@ SHOWN_PER_SECOND = 4
 
 @dataclass(frozen=True)
 class _Ended:
-    request: TokenizedRequest
+    """Without the request, whose prompt may be long."""
+
+    row: EndedRow
     outcome: Outcome
     receipt: common_pb2.Receipt
-    e2e_s: float
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
         """Sorts requests that ran and missed their SLO first, refused ones last; slow ones first."""
-        return self.outcome is Outcome.REFUSED, self.receipt.slo_met, -self.e2e_s
+        return self.outcome is Outcome.REFUSED, self.receipt.slo_met, -self.row.e2e_s
 
 
 class EndedRequests:
@@ -62,14 +63,15 @@ class EndedRequests:
             self.accepted.update(receipt.accepted_by_source)
             self.num_steps += receipt.decode_steps
             self.num_prefill_retries += receipt.prefill_retries
-        self._pending.append(_Ended(request, outcome, receipt, time.monotonic() - request.arrived))
+        row = _row(request, outcome, receipt, time.monotonic() - request.arrived)
+        self._pending.append(_Ended(row, outcome, receipt))
 
     def take(self) -> tuple[list[EndedRow], TtftRow | None]:
         """Rows of some requests that ended since the last call, and the medians over all of them."""
         ended = list(self._pending)
         self._pending.clear()
         shown = sorted(ended, key=lambda one: one.rank)[:SHOWN_PER_SECOND]
-        return [_row(one) for one in shown], _medians([one.receipt for one in ended])
+        return [one.row for one in shown], _medians([one.receipt for one in ended])
 
 
 def _medians(receipts: list[common_pb2.Receipt]) -> TtftRow | None:
@@ -83,9 +85,7 @@ def _medians(receipts: list[common_pb2.Receipt]) -> TtftRow | None:
     return TtftRow(len(predicted), actual, p50, p90)
 
 
-def _row(ended: _Ended) -> EndedRow:
-    request, receipt = ended.request, ended.receipt
-
+def _row(request: TokenizedRequest, outcome: Outcome, receipt: common_pb2.Receipt, e2e_s: float) -> EndedRow:
     def seconds(nanoseconds: int) -> float:
         return round(nanoseconds / NS_PER_S, 4)
 
@@ -93,8 +93,8 @@ def _row(ended: _Ended) -> EndedRow:
         request_id=request.request_id,
         tenant=request.tenant,
         slo_class=request.slo.name,
-        outcome=ended.outcome.value,
-        cause="" if receipt.slo_met else receipt.slo_miss_cause or ended.outcome.value,
+        outcome=outcome.value,
+        cause="" if receipt.slo_met else receipt.slo_miss_cause or outcome.value,
         miss_reason=receipt.slo_miss_reason,
         prompt_tokens=len(request.prompt_token_ids),
         cached_tokens=receipt.cached_tokens,
@@ -107,7 +107,7 @@ def _row(ended: _Ended) -> EndedRow:
         failover_s=seconds(receipt.failover_ns),
         is_widened=receipt.slo_widened,
         ttft_s=seconds(receipt.ttft_ns),
-        e2e_s=round(ended.e2e_s, 4),
+        e2e_s=round(e2e_s, 4),
         ttft_p50_s=seconds(receipt.predicted_ttft_p50_ns),
         ttft_p90_s=seconds(receipt.predicted_ttft_p90_ns),
         e2e_p50_s=seconds(receipt.predicted_e2e_p50_ns),

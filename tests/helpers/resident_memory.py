@@ -1,0 +1,26 @@
+"""Measures the memory that something takes, in a process of its own.
+
+A test process has free pages of earlier tests, which would hide growth.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+_P, _T = ParamSpec("_P"), TypeVar("_T")
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def in_own_process(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(function, *args, **kwargs).result()
