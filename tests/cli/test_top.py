@@ -72,7 +72,9 @@ async def serve(tmp_path: Path) -> AsyncIterator[Callable]:
         async def app(scope, receive, send):
             await next(turns)(scope, receive, send)
 
-        server = HttpServer(app, "127.0.0.1", 0, max_connections=8, header_timeout_s=5.0)
+        server = HttpServer(
+            app, "127.0.0.1", 0, is_known=lambda _: True, max_connections=8, header_timeout_s=5.0
+        )
         await server.start()
         servers.append(server)
         return f"http://127.0.0.1:{server.port}"

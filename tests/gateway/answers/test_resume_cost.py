@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
 from tandem_gateway.answers.answers import Answers
+from tandem_gateway.answers.kept_answers import KeptAnswers
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import TokenizedRequest
 from tandem_proto.v1 import common_pb2, decode_pb2
@@ -37,7 +38,8 @@ def render() -> None:
 
 async def test_a_resumed_answer_is_replayed_in_short_turns():
     metrics = GatewayMetrics(CollectorRegistry(), model_name="m", slo_classes=DEFAULT_SLO_CLASSES)
-    answers = Answers(run, metrics, None, ttl_s=60.0, max_bytes=1 << 26, request_timeout_s=60.0)
+    kept = KeptAnswers(ttl_s=60.0, max_bytes=1 << 26)
+    answers = Answers(run, metrics, None, kept=kept, request_timeout_s=60.0)
     answer = await answers.begin([request()], kind="chat")
     event_id = ""
     async for sent in answers.read(answer):
