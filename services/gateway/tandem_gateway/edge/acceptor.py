@@ -104,7 +104,8 @@ class Acceptor:
         """Ends the connection of a stranger; returns whether there was one."""
         if not self._strangers:
             return False
-        place = next(iter(max(self._strangers.values(), key=len)))
+        of_address = max(self._strangers.values(), key=len)
+        place = next(iter(of_address))
         self.leave(place)
         place.abort()
         return True

@@ -158,7 +158,7 @@ class _QuietServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not foll
         assert sockets is not None
 
         def make_protocol(place: Place) -> asyncio.Protocol:
-            protocol = self.config.http_protocol_class(
+            protocol: _LimitedProtocol = self.config.http_protocol_class(
                 config=self.config, server_state=self.server_state, app_state={}
             )
             protocol.place = place
