@@ -68,6 +68,30 @@ async def test_choices_of_a_prompt_wait_for_the_first_choices_first_token(pods, 
     assert min(waits) > 0.25, "for the first one's token, which came after .3 s"
 
 
+async def test_the_longest_prompt_of_a_call_is_predicted_behind_the_others(pods, gateway):
+    """920 tokens take two steps of a second."""
+    front = await gateway(await pods(step_s=1.0))
+    prompts = [[5] * 230, [6] * 250, [7] * 240, [8] * 200]
+    response = await front.http.post(COMPLETIONS, json={"prompt": prompts, "max_tokens": 5})
+    receipts = response.json()["usage"]["tandem_receipts"]
+    predicted_s = [receipt["predicted_ttft_p50_ns"] / 1e9 for receipt in receipts]
+    assert predicted_s == [0, pytest.approx(2, abs=0.5), 0, 0], "only the longest one has a prediction"
+
+
+async def test_the_choices_of_a_call_count_as_one_request_in_the_expected_wait(pods, gateway):
+    pod = await pods()
+    front = await gateway(pod, max_in_flight=1, max_queue=0)
+    assert (await front.http.post(COMPLETIONS, json={"prompt": "a", "n": 16})).status_code == 200
+    pod.pause_s = 10.0
+    pod.started.clear()
+    slow = asyncio.create_task(front.http.post(CHAT, json={"messages": USER}))
+    await pod.started.wait()
+    refused = await front.http.post(CHAT, json={"messages": USER})
+    slow.cancel()
+    # A request is expected to take a second at first; each measured one counts for a tenth.
+    assert (refused.status_code, float(refused.headers["retry-after-ms"]) > 800) == (429, True)
+
+
 async def test_choices_go_to_the_pod_on_which_their_call_has_its_places(pods, gateway):
     both = [await pods(name) for name in ("d-0", "d-1")]
     front = await gateway(*both)
