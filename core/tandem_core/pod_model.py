@@ -330,7 +330,7 @@ class _Batch:
     def _computed(self, state: _State, now: float) -> bool:
         """Ends a prompt, which yields the first token. Returns whether this is also the last token."""
         self._prompts.remove(state)
-        state.first_s = min(state.first_s, now)
+        state.first_s = now
         state.num_tokens -= 1
         if state.num_tokens <= 0:
             state.end_s = now

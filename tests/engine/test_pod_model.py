@@ -150,6 +150,10 @@ def test_what_begins_beyond_the_horizon_stays_unknown() -> None:
     assert times[behind] == (math.inf, math.inf)
 
 
+def test_sequences_that_exceed_the_batch_take_turns() -> None:
+    assert MODEL.token_seconds(12, 500) == pytest.approx(3 * MODEL.token_seconds(4, 500))
+
+
 def test_work_grows_in_proportion_to_the_jobs() -> None:
     """Counted, not timed: the steps that are simulated one by one."""
 
@@ -254,5 +258,8 @@ def test_each_place_of_a_job_is_a_sequence_of_the_batch() -> None:
     beams, singles = Job(1, 0, 0, 10, 500, num_places=3), [Job(due, 0, 0, 10, 500) for due in range(3)]
     times = timeline(MODEL, singles)
     assert timeline(MODEL, [beams])[beams] == pytest.approx(times[singles[0]])
+    longer = Job(2, 0, 0, 100, 500)
+    left_s = timeline(MODEL, [beams, longer])[longer].end_s - 10 * MODEL.decode_seconds(1, 4, 500)
+    assert left_s == pytest.approx(90 * MODEL.decode_seconds(1, 1, 500)), "they leave together"
     many = Job(1, 0, 0, 10, 500, num_places=2 * MODEL.max_batch)
     assert timeline(MODEL, [many])[many].end_s < math.inf, "one that exceeds the batch runs alone"

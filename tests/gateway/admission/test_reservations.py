@@ -11,6 +11,7 @@ from still_clock import Clock
 from tandem_core.pod_model import Job
 from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S
 from tandem_gateway.admission.reservations import Appointments, Demand, Reservations
+from tandem_gateway.fleet.pods import Role
 
 
 def ask(demand: Demand, tenant: str, count: int = 1, work_s: float = 1.0, weight: float = 1.0) -> None:
@@ -54,6 +55,13 @@ class TestShares:
         ask(demand, "idle")
         assert demand.ahead_s("small") > 10
         assert demand.ahead_s("small") == pytest.approx(demand.ahead_s("large"), rel=0.15)
+
+    def test_share_that_was_not_used_is_no_credit(self, demand, clock):
+        use(demand, "late", 0.1)
+        clock.now += 8
+        use(demand, "other", 0.1)
+        use(demand, "late", 5.0)
+        assert demand.ahead_s("late") == pytest.approx(10.0 - 1 - 0.2)
 
     def test_tenants_with_equal_use_are_not_ahead_on_a_busy_fleet(self, demand):
         for _ in range(100):
@@ -101,11 +109,16 @@ class TestQuieterTenants:
         ask(demand, "small", 6)
         assert not demand.is_quieter("small")
         assert demand.is_quieter("large")
+        ask(demand, "large", 120, weight=20.0)
+        assert not demand.is_quieter("small"), "7.5 times 20, next to 6"
+        ask(demand, "large", weight=10.0)
+        assert demand.is_quieter("small"), "a new weight counts at once"
 
-    def test_tenants_with_equal_demand_rarely_differ_by_much(self, demand, clock):
+    @pytest.mark.parametrize("rate", [4.0, 20.0])
+    def test_tenants_with_equal_demand_rarely_differ_by_much(self, demand, clock, rate):
         chance, num_quieter = random.Random(0), 0
         for _ in range(3000):
-            clock.now += chance.expovariate(20.0)
+            clock.now += chance.expovariate(rate)
             ask(demand, chance.choice("ab"))
             num_quieter += demand.is_quieter("a")
         assert num_quieter < 0.03 * 3000
@@ -127,7 +140,7 @@ class TestQuieterTenants:
         for _ in range(200):
             clock.now += 0.1
             ask(demand, "large")
-        ask(demand, "small", 40)
+        ask(demand, "small", 60)
         assert not demand.is_quieter("large")
 
     def test_requests_with_objectives_have_priority_over_best_effort(self, demand, clock):
@@ -206,8 +219,8 @@ class TestExpectedRequests:
         assert len(jobs) <= 16
         assert sum(job.num_places for job in jobs) == pytest.approx(80 + 9, abs=6)
         assert {job.stop - job.start for job in jobs} == {100 * jobs[0].num_places}
-        ask(reservations.demand, "quiet", 100_000, work_s)
-        ask(reservations.demand, "noisy", 900_000, work_s)
+        ask(reservations.demand, "quiet", work_s=100_000 * work_s)
+        ask(reservations.demand, "noisy", work_s=900_000 * work_s)
         jobs = self.expected(system, reservations, "noisy", due_s=4.0)
         assert [job.num_places for job in jobs] == [16] * 16, "a job never takes more than a batch"
 
@@ -231,6 +244,29 @@ class TestExpectedRequests:
         elsewhere = system.plan(asked).route
         assert elsewhere.decode is not route.decode
         assert reservations.due_back("default", elsewhere) == []
+
+    async def test_a_quieter_tenant_leaves_room_for_its_own_returning_clients_only(self, system):
+        reservations, route = Reservations(), system.plan(request()).route
+        reservations.appointments.returning = 1.0
+        for tenant in ("noisy", "quiet"):
+            reservations.appointments.make(1, request(tenant=tenant), route, 1, 0.0)
+        ask(reservations.demand, "quiet", 2)
+        ask(reservations.demand, "noisy", 20)
+        assert [one.tenant for one in reservations.due_back("quiet", route)] == ["quiet"]
+        assert [one.tenant for one in reservations.due_back("noisy", route)] == ["noisy", "quiet"]
+
+    async def test_future_requests_of_a_prefill_pod_bring_no_prompt_to_their_decode_pod(self, system):
+        system.add_pod("p:0", Role.PREFILL)
+        reservations, asked = Reservations(), request(tenant="noisy")
+        route = system.plan(asked).route
+        ask(reservations.demand, "noisy", 60, route.work_s)
+        ask(reservations.demand, "quiet", 20, route.work_s)
+        reservations.appointments.returning = 1.0
+        reservations.appointments.make(1, asked, route, 1, 0.0)
+        due_back = reservations.due_back("noisy", route)
+        jobs = [*reservations.expected(asked, route), *(one.job(asked.arrived) for one in due_back)]
+        assert len(jobs) > 1
+        assert all(job.start == job.stop for job in jobs)
 
 
 class Diary:

@@ -44,9 +44,9 @@ async def test_the_best_texts_are_the_choices(pods, gateway):
 async def test_the_prompt_of_a_search_is_computed_before_its_texts_come(pods, gateway):
     front = await gateway(await pods(pause_s=30.0))
     (pod,) = front.process.fleet.pods()
-    searching = asyncio.create_task(front.http.post(COMPLETIONS, json=BEAMS))
+    searching = asyncio.create_task(front.http.post(COMPLETIONS, json={**BEAMS, "n": 2}))
     await until_async(lambda: asyncio.sleep(0, pod.in_flight == 1 and not pod.works.has_prompts))
-    assert pod.works.num_sequences() == 3
+    assert pod.works.num_sequences() == 3, "one search finds both texts"
     searching.cancel()
 
 

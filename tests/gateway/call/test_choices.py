@@ -50,7 +50,8 @@ async def test_seeds_wrap_around_at_the_largest_seed(pods, gateway):
 async def test_choices_of_a_prompt_wait_for_the_first_choices_first_token(pods, gateway):
     pod = await pods(pause_s=0.3)
     front = await gateway(pod)
-    call = asyncio.create_task(front.http.post(COMPLETIONS, json={"prompt": ["a", "b"], "n": 2}))
+    body = {"prompt": [[5] * 200, [6] * 200], "n": 2}
+    call = asyncio.create_task(front.http.post(COMPLETIONS, json=body))
 
     async def have_begun(num: int) -> bool:
         return len(pod.requests) == num
@@ -59,13 +60,40 @@ async def test_choices_of_a_prompt_wait_for_the_first_choices_first_token(pods, 
     await asyncio.sleep(0.1)
     assert len({tuple(request.prompt_token_ids) for request in pod.requests}) == 2
     await until_async(lambda: have_begun(4))
+    (works,) = [one.works for one in front.process.fleet.pods()]
+    num_left = sum(job.stop - job.start for job in works.jobs({}).values())
+    assert num_left < 20, "the first choices have left most of 400 tokens in the cache"
     answer = (await call).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-    assert answer["usage"]["prompt_tokens"] == 2
+    assert answer["usage"]["prompt_tokens"] == 400
     assert answer["usage"]["completion_tokens"] == 12
     queued_s = [receipt["queue_ns"] / 1e9 for receipt in answer["usage"]["tandem_receipts"]]
     waits = [queued_s[other] - queued_s[first] for first, other in ((0, 1), (2, 3))]
     assert min(waits) > 0.25, "for the first one's token, which came after .3 s"
+
+
+async def test_the_longest_prompt_of_a_call_is_predicted_behind_the_others(pods, gateway):
+    """920 tokens take two steps of a second."""
+    front = await gateway(await pods(step_s=1.0))
+    prompts = [[5] * 230, [6] * 250, [7] * 240, [8] * 200]
+    response = await front.http.post(COMPLETIONS, json={"prompt": prompts, "max_tokens": 5})
+    receipts = response.json()["usage"]["tandem_receipts"]
+    predicted_s = [receipt["predicted_ttft_p50_ns"] / 1e9 for receipt in receipts]
+    assert predicted_s == [0, pytest.approx(2, abs=0.5), 0, 0], "only the longest one has a prediction"
+
+
+async def test_the_choices_of_a_call_count_as_one_request_in_the_expected_wait(pods, gateway):
+    pod = await pods()
+    front = await gateway(pod, max_in_flight=1, max_queue=0)
+    assert (await front.http.post(COMPLETIONS, json={"prompt": "a", "n": 16})).status_code == 200
+    pod.pause_s = 10.0
+    pod.started.clear()
+    slow = asyncio.create_task(front.http.post(CHAT, json={"messages": USER}))
+    await pod.started.wait()
+    refused = await front.http.post(CHAT, json={"messages": USER})
+    slow.cancel()
+    # A request is expected to take a second at first; each measured one counts for a tenth.
+    assert (refused.status_code, float(refused.headers["retry-after-ms"]) > 800) == (429, True)
 
 
 async def test_choices_go_to_the_pod_on_which_their_call_has_its_places(pods, gateway):
@@ -91,6 +119,11 @@ async def test_the_places_of_a_choice_are_free_on_its_pod_when_it_ends(pods, gat
     assert {work.placed.request.prompt_token_ids for work in works.all} == {
         tuple(request.prompt_token_ids) for request in pod.requests
     }
+
+    async def have_answers() -> bool:
+        return min([work.placed.num_tokens for work in works.all], default=0) > 5
+
+    await until_async(have_answers)
     assert (await call).status_code == 200
     assert works.all == []
 

@@ -5,6 +5,7 @@ import time
 
 import grpc
 import pytest
+import structlog
 from otlp_collector import ERROR, collecting
 from tandem_proto.v1 import common_pb2, gateway_pb2
 from waiting import until, until_async
@@ -253,10 +254,13 @@ async def test_two_crashes_at_one_token_end_the_request(pods, gateway):
 async def test_a_pod_with_another_model_revision_is_not_used(pods, gateway):
     wrong = await pods("wrong", revision="00" * 32, free_blocks=100)
     right = await pods("right", free_blocks=10)
-    front = await gateway(right, decode=(wrong.target, right.target))
-    await until(lambda: wrong.num_status_calls >= 2)
+    with structlog.testing.capture_logs() as logs:
+        front = await gateway(right, decode=(wrong.target, right.target))
+        await until(lambda: wrong.num_status_calls >= 2)
     assert (await _text(front))[1] == "right"
     assert wrong.requests == []
+    warnings = [entry["cause"] for entry in logs if entry.get("target") == wrong.target]
+    assert len(warnings) == 1 and "serves model revision 0000" in warnings[0], "at once and once"
 
 
 async def test_a_prefill_pod_with_another_model_revision_is_not_used(pods, gateway):

@@ -80,11 +80,13 @@ def test_the_prompt_with_the_earliest_deadline_advances_between_reports(
 
 
 def test_answers_slow_the_progress_of_a_prompt(works: PodWorks, clock: Clock) -> None:
-    works.load = replace(LOAD, model=replace(MODEL, decode=StepCost(per_token=0.128)))
-    works.add(answer(100))
+    costs = replace(MODEL, decode=StepCost(per_token=0.032), enough_prompt_tokens=256, max_batch=2)
+    works.load = replace(LOAD, model=costs)
+    for _ in range(3):
+        works.add(answer(100))
     works.add(prompt(1024))
-    clock.now += 0.64
-    assert left(works)[1] == pytest.approx(512, abs=1), "a chunk of 512 tokens takes .128 s more"
+    clock.now += 2 * (0.256 + 2 * 0.032)
+    assert left(works)[3] == pytest.approx(512, abs=1), "a batch of two decodes next to 256 prompt tokens"
 
 
 async def test_the_prompt_of_an_own_request_has_a_token_left_until_its_first_output_token(
@@ -267,6 +269,10 @@ async def test_a_choice_that_begins_takes_over_its_part_of_the_calls_works(make_
     assert (work.num_places, left(pod.works)) == (2, [1300])
     third = placed.part(other)
     assert (work.num_places, left(pod.works)) == (1, [1000])
+    placed.part(other)
+    assert (work.num_places, left(pod.works)) == (1, [1000]), "the prompt is taken once"
+    placed.move(effects.route)
+    assert [(one.num_places, one.stop) for one in pod.works.all] == [(1, 1000)], "also after a loss"
     third.move(replace(effects.route, start=0, stop=300))
     second.move(replace(effects.route, start=999))
     assert left(pod.works) == [1000, 300, 1]
@@ -274,6 +280,46 @@ async def test_a_choice_that_begins_takes_over_its_part_of_the_calls_works(make_
     third.leave()
     assert pod.works.num_sequences() == 0 and left(pod.works) == [1]
     assert placed.part(same).num_places == 1, "a call whose first choice has ended"
+
+
+async def test_a_prompt_in_progress_stays_one_when_a_choice_with_another_prompt_begins(
+    make_pod: MakePod, clock: Clock
+) -> None:
+    decode, prefill = make_pod("d:1"), make_pod("p:1", Role.PREFILL)
+    request, other = request_of(range(1000)), request_of(range(5000, 5300))
+    effects = router_over(decode, prefill).plan(request, num_places=3, other_tokens=300)
+    assert effects is not None
+    placed = Placed(request, 3, 300)
+    placed.move(effects.route)
+    clock.now += 1.2
+    placed.part(other)
+    assert left(prefill.works) == [1], "1200 tokens are predicted to be computed, but no token has come"
+    assert left(decode.works) == [0]
+    assert [work.num_places for pod in (decode, prefill) for work in pod.works.all] == [2, 1]
+
+
+async def test_a_computed_prompt_stays_computed_when_another_choice_begins(make_pod: MakePod) -> None:
+    pod = make_pod("d:1")
+    placed = placed_on(pod)
+    placed.computed()
+    placed.part(request_of(range(1000)))
+    assert not pod.works.has_prompts
+
+
+async def test_a_choice_keeps_its_places_however_many_others_begin(make_pod: MakePod) -> None:
+    pod = make_pod("d:1")
+    router, request = router_over(pod), request_of(range(1000))
+    effects = router.plan(request, num_places=2)
+    assert effects is not None
+    placed = Placed(request, 2)
+    placed.move(effects.route)
+    for _ in range(3):
+        placed.part(request)
+        assert [work.num_places for work in pod.works.all] == [1]
+    placed.move(effects.route)
+    placed.computed()
+    assert pod.works.num_sequences() == 1
+    assert router.plan(request).route.token_s == pytest.approx(0.002, rel=0.02)
 
 
 async def test_a_beam_search_takes_over_the_places_of_its_beams(make_pod: MakePod) -> None:
@@ -284,5 +330,6 @@ async def test_a_beam_search_takes_over_the_places_of_its_beams(make_pod: MakePo
     assert effects is not None
     placed = Placed(search, 8)
     placed.move(effects.route)
-    assert placed.part(replace(search, request_id="other")).num_places == 4
-    assert [work.num_places for work in pod.works.all] == [4]
+    for _ in range(2):
+        assert placed.part(replace(search, request_id="other")).num_places == 4
+        assert [work.num_places for work in pod.works.all] == [4]

@@ -133,8 +133,9 @@ async def test_a_prompt_next_to_answers_takes_more_steps(make_pod):
     half_a_step = 2 * 0.01 / 2
     first_s = router.plan(request_of(range(600))).route.first_s
     assert first_s == pytest.approx(0.6 + 5 * 2 * 0.01 + half_a_step)
-    report.enough_prompt_tokens = 0
-    assert PodLoad.of(report).model.enough_prompt_tokens == 512, "without such a limit, as alone"
+    for no_limit in (0, 1024):
+        report.enough_prompt_tokens = no_limit
+        assert PodLoad.of(report).model.enough_prompt_tokens == 512, "as alone"
 
 
 async def test_unhealthy_and_excluded_pods_are_not_chosen(make_pod):
@@ -222,6 +223,36 @@ async def test_short_prompts_are_planned_where_the_decode_pod_computes_them(make
     router.choose(request_of(PROMPT))
     more = range(PROMPT.start, PROMPT.stop + 40)
     assert router.plan(request_of(more)).route.computes_prompt is decode, "most of it is cached"
+    decode.works.left("r1")
+    decode.works.load = replace(decode.load, num_requests=1)
+    assert router.plan(request_of(range(60))).route.computes_prompt is prefill, "of another gateway"
+
+
+@pytest.mark.parametrize(("num_tokens", "prompt_logprobs"), [(128, None), (640, 0)])
+async def test_a_prompt_that_its_decode_pod_computes_is_not_in_the_cache_of_a_prefill_pod(
+    make_pod, num_tokens, prompt_logprobs
+):
+    decode, prefill = make_pod("d:1", local_prefill_tokens=150), make_pod("p:1", Role.PREFILL)
+    router = router_over(decode, prefill)
+    first, longer = request_of(range(num_tokens)), request_of(range(1280))
+    first = replace(first, sampling=replace(first.sampling, prompt_logprobs=prompt_logprobs))
+    assert router.choose(first).computes_prompt is decode
+    route = router.plan(longer).route
+    assert (route.computes_prompt, route.start) == (prefill, 0)
+
+
+async def test_the_last_token_of_a_cached_prompt_is_computed_again(make_pod):
+    router = router_over(make_pod("d:1"))
+    router.choose(request_of(PROMPT))
+    assert router.plan(request_of(PROMPT)).route.start == len(PROMPT) - 1
+
+
+async def test_the_work_of_a_request_is_divided_among_the_pods_of_a_role(make_pod):
+    """The prompt takes 2.56 s, and the answer .1 s."""
+    decode, *prefill = make_pod("d:1"), make_pod("p:1", Role.PREFILL), make_pod("p:2", Role.PREFILL)
+    for num_prefill, work_s in ((0, 2.66), (1, 2.56), (2, 1.28)):
+        route = router_over(decode, *prefill[:num_prefill]).plan(request_of(PROMPT)).route
+        assert route.work_s == pytest.approx(work_s), "of two roles, the larger work"
 
 
 async def test_a_plan_changes_nothing(make_pod):
@@ -319,6 +350,15 @@ async def test_a_short_request_delays_only_answers_on_its_decode_pod(make_pod):
     before, after = on_a.others[placed]
     assert after.end_s - before.end_s == pytest.approx(0.064 + (99 - 2) * 0.001, abs=0.003)
     assert router.plan(request_of(range(500, 564)), frozenset({"a:1"})).others == {}
+
+
+async def test_a_prompt_on_a_decode_pod_delays_no_first_token_of_a_prefill_pod(make_pod):
+    decode = make_pod("d:1", local_prefill_tokens=100, decode=StepCost(per_token=0.01))
+    router = router_over(decode, make_pod("p:1", Role.PREFILL))
+    placed, _ = place(router, request_of(range(300)))
+    before, after = router.plan(request_of(range(500, 564))).others[placed]
+    assert after.first_s == before.first_s
+    assert after.end_s > before.end_s + 0.1, "they decode next to each other"
 
 
 async def test_a_plan_can_be_reconsidered_next_to_requests_that_may_come(make_pod):

@@ -139,7 +139,7 @@ class Demand:
         """Whether another tenant asks for much more work."""
         now = self._forget()
         own = self._tenants.get(name, _Tenant(1.0, now))
-        return any(own.is_quieter(other, now) for other in self._tenants.values() if other is not own)
+        return any(own.is_quieter(other, now) for other in self._tenants.values())
 
     def before(self, name: str, *, has_objectives: bool) -> float:
         """Work that has priority over this tenant's requests, in seconds per second: requests with
@@ -153,7 +153,7 @@ class Demand:
             [
                 one.promised.demand(now)
                 for one in self._tenants.values()
-                if not has_objectives or (one is not own and one.is_quieter(own, now))
+                if not has_objectives or one.is_quieter(own, now)
             ]
         )
 

@@ -183,13 +183,10 @@ class PodWorks:
                 return
             work = min(works, key=lambda one: one.due)
             left_s = self._prompt_s(work)
-            if left_s > passed_s:
+            if left_s > passed_s or work.placed is not None:
                 # The last token counts as computed only when the first output token arrives.
                 tokens = (work.stop - work.start) * passed_s / left_s
                 work.start = min(work.start + tokens, work.stop - 1)
-                return
-            if work.placed is not None:
-                work.start = work.stop - 1
                 return
             work.start = work.stop
             if not self._decodes:
@@ -300,15 +297,16 @@ class Placed:
 
     def part(self, request: TokenizedRequest) -> Placed:
         """Splits off another choice of the call, which begins now. It gets its own works; until now its
-        places, and its prompt if that differs, were part of this request's."""
+        places, and its prompt if that differs, were part of this request's, which keeps its own places."""
         beams = request.sampling.beam_search
         part = Placed(request, 1 if beams is None else beams.width)
-        self.num_places -= part.num_places
+        # A call may have more choices than places: later ones take over those of choices that have ended.
+        self.num_places = max(self.num_places - part.num_places, part.num_places)
         is_other = request.prompt_token_ids != self.request.prompt_token_ids
         num_tokens = min(len(request.prompt_token_ids), self.other_tokens) if is_other else 0
         self.other_tokens -= num_tokens
         for works, work in self._works:
-            works.shrink(work, max(work.num_places - part.num_places, 1), num_tokens)
+            works.shrink(work, min(work.num_places, self.num_places), num_tokens)
         return part
 
     def computed(self) -> None:

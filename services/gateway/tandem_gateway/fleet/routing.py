@@ -290,7 +290,7 @@ class Router:
 
     def sent(self, request: TokenizedRequest, route: Route) -> None:
         """Adds the prompt to the prefix index of the route's pods."""
-        for pod in (route.decode, *(() if request.scores_prompt else route.prefill[:1])):
+        for pod in {route.decode, route.computes_prompt}:
             self._prefixes.add(pod.target, request.block_hashes(pod.works.load.block_size))
 
     def forget(self, pod: Pod) -> None:
