@@ -42,7 +42,7 @@ from tandem_engine.draft_source import Emitted, Likeliest
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine, StepOutput
 from tandem_engine.request import Request
-from tandem_engine.runner import StepLogits
+from tandem_engine.runner import PromptListener, StepLogits
 from tandem_engine.sampling.verify import Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
 from tandem_gateway.admission.admission import Admission
@@ -182,8 +182,13 @@ class _Runner:
     def __init__(self, clock: VirtualTime, spec: PodSpec, speed: Speed) -> None:
         self._clock, self._spec, self._speed = clock, spec, speed
 
-    def execute(self, batch: Batch, *_: object) -> StepLogits:
+    def execute(
+        self, batch: Batch, _: object = None, on_prompt_logits: PromptListener | None = None
+    ) -> StepLogits:
         self._clock.run_for(self._spec.seconds(batch) * self._speed.factor())
+        for sequence in batch.sequences:
+            if on_prompt_logits is not None and (scored := sequence.scored_positions):
+                on_prompt_logits(sequence, scored[0], torch.zeros(len(scored), _VOCABULARY))
         return StepLogits(torch.zeros(batch.num_logits_rows, _VOCABULARY))
 
     def compact(self, *_: object) -> None:
