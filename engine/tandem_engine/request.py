@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tandem_core.beams import BeamParams
 from tandem_core.errors import InvalidRequestError, InvariantError
@@ -31,6 +32,9 @@ from tandem_engine.beam_search import BeamSearch
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.guided import GuideState
 from tandem_engine.prompt_scores import PromptScores
+
+if TYPE_CHECKING:
+    from tandem_engine.sampling.processors import TokenHistory
 
 
 class RequestStatus(enum.Enum):
@@ -80,6 +84,8 @@ class Request:
     first_scheduled_ns: int | None = None
     #: Proposal for the next step, set by the engine's loop before scheduling; None: plain decode.
     draft: DraftTree | None = None
+    #: The tokens on which penalties and the like depend, from the first choice that does; None before it.
+    history: TokenHistory | None = field(init=False, default=None)
     #: None: the request is no beam search.
     search: BeamSearch | None = field(init=False, default=None)
     #: For each beam, the beam that it continues, until the blocks are forked.

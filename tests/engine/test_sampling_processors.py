@@ -2,6 +2,7 @@
 numpy_draw, whose tokens the compiled draw has (test_sampling_sampler.py)."""
 
 import math
+import time
 
 import numpy as np
 import numpy_draw
@@ -10,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_core.sampling import SamplingParams
+from tandem_engine.request import Request
 from tandem_engine.sampling import processors
 from tandem_engine.sampling.custom import Row
 from tandem_engine.sampling.processors import TokenHistory
+from tandem_engine.sampling.sampler import TokenChooser
 from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -136,6 +139,31 @@ def test_logit_bias() -> None:
     row = random_row(6)
     expected = theirs(SequenceBiasLogitsProcessor([[[3], -100.0], [[7], 2.5]]), row)
     np.testing.assert_allclose(processors.add_bias(row, {3: -100.0, 7: 2.5}), expected, rtol=1e-6)
+
+
+def test_a_history_follows_an_output_that_grows_or_loses_its_end() -> None:
+    history = TokenHistory([1, 2], [])
+    for output in ([5, 9, 9], [5, 9], [5, 9, 7, 5], [5], [5, 9, 9, 9]):
+        history.follow(output)
+        fresh = TokenHistory([1, 2], output)
+        assert (history.output, history.output_counts) == (fresh.output, fresh.output_counts)
+        assert history.seen().tolist() == fresh.seen().tolist()
+
+
+def test_a_choice_in_a_long_text_costs_no_more_than_in_a_short_one() -> None:
+    seconds = []
+    for num_output in (1_000, 100_000):
+        sampling = SamplingParams(temperature=0.0, min_tokens=2, max_tokens=200_000)
+        request = Request("r", [1] * 10, sampling, eos_token_ids=frozenset({2}))
+        request.output_token_ids += [3] * num_output
+        row = np.zeros(64, np.float32)
+        for _ in range(50):
+            request.output_token_ids.append(TokenChooser(request).choose(row))
+        began = time.thread_time()
+        for _ in range(50):
+            request.output_token_ids.append(TokenChooser(request).choose(row))
+        seconds.append(time.thread_time() - began)
+    assert seconds[1] < 5 * seconds[0]
 
 
 @pytest.mark.parametrize("num_output", [0, 1, 2, 3])

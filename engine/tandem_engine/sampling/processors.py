@@ -42,6 +42,17 @@ class TokenHistory:
         self.output.append(token_id)
         self.output_counts[token_id] += 1
 
+    def follow(self, output_token_ids: Sequence[int]) -> None:
+        """Continues to the end of an output that begins with this one, or with which this one begins. Takes
+        time for the difference only."""
+        for token_id in self.output[len(output_token_ids) :]:
+            self.output_counts[token_id] -= 1
+            if not self.output_counts[token_id]:
+                del self.output_counts[token_id]
+        del self.output[len(output_token_ids) :]
+        for token_id in output_token_ids[len(self.output) :]:
+            self.append(token_id)
+
     def seen(self) -> TokenIds:
         """Ids [n] in prompt or output, possibly repeated."""
         return np.concatenate([self._prompt, np.fromiter(self.output_counts, dtype=np.int64)])

@@ -53,11 +53,12 @@ class TokenChooser:
         self._num_output = len(request.output_token_ids)
         self._end_token_ids = request.end_token_ids
         #: None: the choice does not depend on the tokens so far.
-        self._history = (
-            TokenHistory(request.prompt_token_ids, request.output_token_ids)
-            if self._params.changes_logits
-            else None
-        )
+        self._history: TokenHistory | None = None
+        if self._params.changes_logits:
+            if request.history is None:
+                request.history = TokenHistory(request.prompt_token_ids, ())
+            request.history.follow(request.output_token_ids)
+            self._history = request.history
 
     def choose(self, row: Row, mask: Mask | None = None) -> int:
         """The next token from its raw logits [V], which stay unchanged. mask: the tokens that a guide allows.
