@@ -1,6 +1,7 @@
 """The public ports: sockets, routes, keys and limits before anything is parsed.
 
-http_server.py      uvicorn with limits for connections and headers
+acceptor.py         accepts connections, and displaces strangers at the limit
+http_server.py      uvicorn with limits of age, headers and unread responses
 http_app.py         the routes, request ids, errors, CORS
 http_stream.py      streamed responses, and client disconnects
 request_body.py     limits of a body; json_structure.py: the limit on its values
