@@ -228,6 +228,14 @@ def test_the_banner_of_a_gateway_with_tls_has_commands_with_tls() -> None:
     assert "http://" not in text and "plaintext" not in text
 
 
+def test_the_banner_of_a_gateway_with_keys_has_a_key_in_each_command(tmp_path: Path) -> None:
+    options = FleetOptions(model_dir=Path("m"), api_keys_file=tmp_path / "keys")
+    text = banner(options, "tiny", 1.0)
+    assert "tandem chat --api-key KEY" in text
+    assert "api_key='KEY'" in text
+    assert text.count("-H 'Authorization: Bearer KEY'") == 2
+
+
 @pytest.mark.timeout(120)
 def test_generate_prints_the_engines_text(model_dir: Path) -> None:
     from tandem_core.model.conversation import Message

@@ -155,7 +155,7 @@ async def test_a_feed_reports_several_gateways_behind_one_address(serve):
 async def test_a_missing_sample_and_a_missing_gateway_are_reported(serve):
     shown = await top(await serve(History()))
     assert (shown.returncode, shown.stdout.strip()) == (0, "the gateway has no sample yet")
-    refused = await top("http://127.0.0.1:9")
+    refused = await top("127.0.0.1:9")
     assert refused.returncode == 1
     assert "no gateway answers at http://127.0.0.1:9" in refused.stderr
     assert "--target" in refused.stderr

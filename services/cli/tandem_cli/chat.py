@@ -286,5 +286,9 @@ def _explain(error: grpc.RpcError, target: str) -> str:
         return str(error)
     # The gateway sends metadata at once; if there is some, the gateway is reachable and a pod is not.
     if error.code() is grpc.StatusCode.UNAVAILABLE and not error.initial_metadata():
+        if "http1.x" in (error.details() or ""):
+            return f"{target} is an HTTP port; give the gateway's gRPC port with --target, by default 20051"
         return f"the gateway at {target} cannot be reached ({error.details()}); start it with `tandem up`"
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return f"{error.details()} (--api-key, or TANDEM_API_KEY)"
     return f"{error.code().name}: {error.details()}"

@@ -57,14 +57,14 @@ class Feed:
     """Samples of one gateway, for the period that the gateway keeps."""
 
     def __init__(self, url: str, api_key: str | None = None, ca_file: Path | None = None) -> None:
+        self._url = url if "://" in url else f"http://{url}"
         self._client = httpx.Client(
-            base_url=url,
+            base_url=self._url,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=_TIMEOUT_S,
             verify=True if ca_file is None else ssl.create_default_context(cafile=str(ca_file)),
             trust_env=False,
         )
-        self._url = url
         self._next = 0
         #: Start time of the last gateway, and the number of consecutive changes of the answering gateway.
         self._start = ""

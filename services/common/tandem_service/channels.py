@@ -106,9 +106,9 @@ def open_sync_channel(target: str, tls: PodTls | None = None, role: Role | None 
 def public_target(target: str, ca_file: Path | None) -> tuple[str, grpc.ChannelCredentials | None]:
     """host:port of a gateway, and credentials; None: plaintext. https:// or a PEM file of authorities means
     TLS; without the file the system's authorities apply. Raises OSError."""
-    address = target.removeprefix("https://")
-    if address == target and ca_file is None:
-        return target, None
+    address = target.removeprefix("http://").removeprefix("https://")
+    if not target.startswith("https://") and ca_file is None:
+        return address, None
     return address, grpc.ssl_channel_credentials(None if ca_file is None else ca_file.read_bytes())
 
 

@@ -180,6 +180,10 @@ def banner(options: FleetOptions, model_name: str, seconds: float) -> str:
         url = f"http://{http_target}"
         chat = "tandem chat" if grpc_target == "127.0.0.1:20051" else f"tandem chat --target {grpc_target}"
         curl, python, grpcurl = "curl", "python", "grpcurl -plaintext"
+    key = "none"
+    if options.api_keys_file is not None:
+        key, curl, chat = "KEY", f"{curl} -H 'Authorization: Bearer KEY'", f"{chat} --api-key KEY"
+        grpcurl += " -H 'Authorization: Bearer KEY'"
     pods = f"{options.num_prefill} prefill, {options.num_decode} decode, speculation {options.speculation}"
     return f"""
   Tandem serves {model_name} ({pods}); ready after {seconds:.1f} s
@@ -193,7 +197,7 @@ def banner(options: FleetOptions, model_name: str, seconds: float) -> str:
 
   {python} -c "
   from openai import OpenAI
-  client = OpenAI(base_url='{url}/v1', api_key='none')
+  client = OpenAI(base_url='{url}/v1', api_key='{key}')
   print(client.chat.completions.create(model='{model_name}', max_tokens=64,
       messages=[{{'role': 'user', 'content': 'Hello'}}]).choices[0].message.content)"
 

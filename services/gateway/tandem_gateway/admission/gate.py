@@ -176,7 +176,7 @@ class Gate:
         after_s = MEMORY_S if is_idle else self._room_after_s(effects)
         retry_s = appointments.make(key, request, route, admitted.num_places, after_s)
         again = " again" if is_returning else ""
-        why = self._why(request, forecast, missed, waited_s)
+        why = self._why(request, forecast, missed, waited_s, is_widened=admitted.is_widened)
         raise OverloadedError(f"refused{again}: {why}; try again later", retry_s, RefusalReason(missed))
 
     def _missed_by_others(self, effects: Effects, *, is_likely: bool, is_returning: bool) -> str:
@@ -262,7 +262,15 @@ class Gate:
         ends = sorted(times.end_s for times in self._router.times(effects).values())
         return max(ends[len(ends) // 2], MIN_RETRY_AFTER_S) if ends else self._queue.service_s
 
-    def _why(self, request: TokenizedRequest, forecast: Forecast, missed: str, waited_s: float) -> str:
+    def _why(
+        self,
+        request: TokenizedRequest,
+        forecast: Forecast,
+        missed: str,
+        waited_s: float,
+        *,
+        is_widened: bool,
+    ) -> str:
         """The text of a refusal: the prediction, and the objective that would be missed."""
         slo, token, first, end = request.slo, forecast.tpot, forecast.first, forecast.end
         p_first = f"p{100 * self._forecaster.first_confidence:g}"
@@ -272,11 +280,12 @@ class Gate:
         token_text = (
             f"a token is predicted to take {token.p50 * 1000:.0f} ms ({p_end} {token.high * 1000:.0f} ms)"
         )
+        widened = " (widened to what an idle system needs)" if is_widened else ""
         passed = f" plus the {waited_s:.2f} s since its arrival" if waited_s >= _NO_WAIT_S else ""
         return {
-            "ttft": f"{first_text}; {p_first}{passed} exceeds its objective of {slo.ttft_s:g} s",
-            "e2e": f"{end_text}; {p_end}{passed} exceeds its objective of {slo.e2e_s:g} s",
-            "tpot": f"{token_text}; {p_end} exceeds its objective of {slo.tpot_s * 1000:g} ms",
+            "ttft": f"{first_text}; {p_first}{passed} exceeds its objective of {slo.ttft_s:.3g} s{widened}",
+            "e2e": f"{end_text}; {p_end}{passed} exceeds its objective of {slo.e2e_s:.3g} s{widened}",
+            "tpot": f"{token_text}; {p_end} exceeds its objective of {slo.tpot_s * 1000:.3g} ms{widened}",
             "others": "it would make an admitted request miss an objective; for this request "
             f"{first_text}, and {end_text}",
             "share": f"tenant {request.tenant} asks for more work than others and would leave them too "
