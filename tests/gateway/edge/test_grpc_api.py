@@ -109,6 +109,20 @@ def _sampling(**params):
 BAD_INPUTS = [
     (gateway_pb2.ChatRequest(), ["messages", "empty"]),
     (gateway_pb2.ChatRequest(messages=USER * 1025), ["messages", "1025 messages", "limit of 1024"]),
+    (
+        gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage()] * 4097),
+        ["messages", "more than 4096 with the tools and all tool calls"],
+    ),
+    (
+        gateway_pb2.ChatRequest(messages=USER, tools=[gateway_pb2.Tool()] * 4096),
+        ["messages", "more than 4096 with the tools and all tool calls"],
+    ),
+    (
+        gateway_pb2.ChatRequest(
+            messages=[gateway_pb2.ChatMessage(role="assistant", tool_calls=[gateway_pb2.ToolCall()] * 4096)]
+        ),
+        ["messages", "more than 4096 with the tools and all tool calls"],
+    ),
     (gateway_pb2.ChatRequest(messages=USER, slo_class="fast"), ["slo_class", "interactive, chat, batch"]),
     (gateway_pb2.ChatRequest(messages=USER, slo=common_pb2.SloTarget(name="gold")), ["slo_class", "'gold'"]),
     (

@@ -25,6 +25,7 @@ from tandem_gateway.auth import ApiKeys, Caller, authorization
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.grpc_messages import to_messages, to_options, to_tool_choice
 from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text, without_output
+from tandem_gateway.edge.json_structure import JsonLimits
 from tandem_gateway.errors import PRESENTATIONS
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest, check_call, check_request_id
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser, parsers_of
@@ -129,6 +130,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         kind = _kind(request)
         if request.last_event_id:
             return await self._answers.find(tenant, request.last_event_id, kind, limits)
+        if isinstance(request, gateway_pb2.ChatRequest):
+            _check_counts(request)
         key, digest = request.idempotency_key, b""
         if key:
             content = copy.deepcopy(request)
@@ -222,6 +225,17 @@ def _to_proto(part: AnswerDelta) -> list[gateway_pb2.ToolCallDelta]:
         gateway_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
         for call in part.calls
     ]
+
+
+def _check_counts(request: gateway_pb2.ChatRequest) -> None:
+    """Raises InvalidRequestError for more messages, tools and calls than a JSON body may have objects, since
+    converting each of them takes microseconds on the event loop."""
+    limit = JsonLimits().max_containers
+    num_outer = len(request.messages) + len(request.tools)
+    if num_outer > limit or num_outer + sum(len(turn.tool_calls) for turn in request.messages) > limit:
+        raise InvalidRequestError(
+            "messages", f"are more than {limit} with the tools and all tool calls, the limit; send fewer"
+        )
 
 
 def _slo_class(request: _Request) -> str:
