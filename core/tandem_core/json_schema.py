@@ -22,7 +22,7 @@ from tandem_core.schema_recursion import conditions_of, endless_part
 #: Limit of one schema, because all pairs are compared.
 MAX_PATTERN_PROPERTIES = 32
 #: The least common multiple of all steps, as integers; a lexer has as many states.
-MAX_STEPS = 100_000
+MAX_STEPS = 10_000
 #: Integers beyond are not exact in llguidance's double precision.
 MAX_INTEGER = 2**53
 #: Enforced, where llguidance does not refuse their values.

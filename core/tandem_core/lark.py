@@ -29,6 +29,8 @@ _TERMINAL = re.compile(
 _NAME = re.compile(r"_?[A-Z][A-Z0-9_]*")
 _TILDE = re.compile(r"~\s*(?:[0-9]{1,9}\s*\.\.\s*)?([0-9]{1,9})")
 _COUNT = re.compile(r"[{~][0-9,.\s]*[0-9]")
+#: Of a grammar. A mask may have to step through all of them for each token.
+MAX_REGEXES = 256
 
 
 def checked_lark(source: str, json_options: Mapping[str, object]) -> str:
@@ -36,7 +38,7 @@ def checked_lark(source: str, json_options: Mapping[str, object]) -> str:
     parts: list[str] = []
     #: The grammar with strings replaced by `x`, and regular expressions by an `x` for each of their parts.
     syntax: list[str] = []
-    end = 0
+    end = num_regexes = 0
     while token := _TOKEN.search(source, end):
         syntax.append(source[end : token.start()])
         parts.append(source[end : token.end()])
@@ -44,6 +46,11 @@ def checked_lark(source: str, json_options: Mapping[str, object]) -> str:
         if token["string"]:
             syntax.append("x")
         elif token["regex"]:
+            num_regexes += 1
+            if num_regexes > MAX_REGEXES:
+                raise InvalidRequestError(
+                    "guide", f"its lark has more than {MAX_REGEXES} regular expressions; join some of them"
+                )
             size = expanded_size(token["regex"])
             if size > MAX_SIZE:
                 raise _too_large(size)

@@ -33,13 +33,16 @@ _MASK_S = 0.005
 #: CPU seconds that masks may take beyond that. The first mask of a choice among 4,096 texts takes 14 ms, on a
 #: slow or busy processor several times that.
 _CREDIT_S = 0.1
+#: What a new lexer takes of the credit: compiling the guide, and the text so far.
+_ANEW_S = 0.06
 
 
 class GuideState:
     """The state of one request's guide."""
 
     def __init__(self, compiler: GuideCompiler, guide: Guide) -> None:
-        """Raises InvalidRequestError. Takes up to 100 ms."""
+        """Also computes the first mask, which may be the slowest one, before the request enters the engine.
+        Raises InvalidRequestError. Takes up to 100 ms, more for a guide that it refuses."""
         self._compiler = compiler
         self._guide = guide
         self._matcher = compiler.matcher(guide)
@@ -50,6 +53,10 @@ class GuideState:
         #: CPU seconds of a mask, lately.
         self._mask_s = 0.0
         self._is_draftable = True
+        began = time.thread_time()
+        #: The mask before any token, until it is used.
+        self._first: Mask | None = self._root()
+        self._charge(time.thread_time() - began, 1)
 
     def follow(self, output_token_ids: Sequence[int]) -> None:
         """Brings the state to the end of this output, which begins with what was consumed, or is its
@@ -77,19 +84,26 @@ class GuideState:
         """
         self.follow(output_token_ids)
         began = time.thread_time()
+        root = None if self._text else self._first
+        self._first = None
+        masks: list[Mask | None] = [self._root() if root is None else root]
+        if draft is not None:
+            masks += self._node_masks(draft, end_token_ids, began + _MASK_S)
+        self._charge(time.thread_time() - began, sum([mask is not None for mask in masks]))
+        return masks
+
+    def _root(self) -> Mask:
+        """The mask at the end of the text. Raises InvalidRequestError."""
         root = self._mask()
-        if root is None:
+        if root is None and self._credit_s >= _ANEW_S:
             # Lexers have a limited number of states, which all requests with the guide may have used up.
+            self._credit_s -= _ANEW_S
             self._begin_anew()
             root = self._mask()
         if root is None:
             error = reason(self._matcher.get_error())
             raise InvalidRequestError("guide", f"cannot go on after {len(self._text)} tokens: {error}")
-        masks: list[Mask | None] = [root]
-        if draft is not None:
-            masks += self._node_masks(draft, end_token_ids, began + _MASK_S)
-        self._charge(time.thread_time() - began, sum([mask is not None for mask in masks]))
-        return masks
+        return root
 
     def draft(self, tree: DraftTree | None, max_nodes: int) -> DraftTree | None:
         """The tree without branches that the guide forbids, behind the text that it forces."""

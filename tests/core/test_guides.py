@@ -261,3 +261,13 @@ def test_matchers_of_one_guide_do_not_share_their_state(model: tuple[GuideCompil
     assert first.consume_tokens(tokenizer.encode("yes", add_special_tokens=False))
     assert not second.is_accepting()
     assert allows(model, guide, "no")
+
+
+def test_a_grammar_with_too_many_regular_expressions_is_refused() -> None:
+    def grammar(number: int) -> Guide:
+        rules = "".join(f'r{index}: /[a-z]*/ | "q{index}"\n' for index in range(number))
+        return Guide(GuideKind.LARK, f"start: {' '.join(f'r{index}' for index in range(number))}\n{rules}")
+
+    check_guide(grammar(256))
+    with pytest.raises(InvalidRequestError, match="more than 256 regular expressions"):
+        check_guide(grammar(257))

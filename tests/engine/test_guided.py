@@ -320,14 +320,22 @@ def test_a_lexer_that_others_have_filled_is_replaced() -> None:
     state = GuideState(Compiler(full, empty), JSON)
     assert allowed(state, [5, 6]) == list(range(352))
     assert empty.text == [5, 6]
+    with pytest.raises(InvalidRequestError, match="after 0 tokens: too many states"):
+        GuideState(Compiler(full, Matcher(fails_at=[1])), JSON)
+    state = GuideState(Compiler(Matcher(fails_at=[2]), Matcher(fails_at=[1])), JSON)
     with pytest.raises(InvalidRequestError, match="after 2 tokens: too many states"):
-        GuideState(Compiler(full, Matcher(fails_at=[1])), JSON).masks([5, 6])
+        state.masks([5, 6])
+
+
+def test_a_guide_with_a_slow_first_mask_does_not_enter_the_engine() -> None:
+    with pytest.raises(InvalidRequestError, match="ms per token"):
+        GuideState(Compiler(Matcher(fails_at=[1]), Matcher([0.2])), JSON)
 
 
 def test_a_guide_that_fails_in_a_draft_goes_on_without_drafts() -> None:
     tree = DraftTree((5, 6), (0, 1), ("prompt",) * 2)
     again = Matcher()
-    state = GuideState(Compiler(Matcher(fails_at=range(2, 99)), again), JSON)
+    state = GuideState(Compiler(Matcher(fails_at=range(3, 99)), again), JSON)
     first, *rest = state.masks([9], tree)
     assert tokens_of(first) == list(range(352))
     assert rest == [None, None]

@@ -46,8 +46,8 @@ _JSON: JsonCompileOptions = {
 _LIMITS = LLParserLimits(
     max_lexer_states=50_000, step_lexer_fuel=50_000, step_max_items=20_000, verbose_errors=False
 )
-#: Compiled guides that are kept.
-_MAX_KEPT = 32
+#: Compiled guides that are kept; a hostile one takes up to 30 MB.
+_MAX_KEPT = 8
 #: llguidance recurses through rules that name each other; 128 KiB of them need less than half. Only pages
 #: that are touched take memory.
 _STACK_BYTES = 256 * 1024**2
