@@ -6,6 +6,7 @@ A test process has free pages of earlier tests, which would hide growth.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -22,5 +23,11 @@ def resident_bytes() -> int:
 
 
 def in_own_process(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_find_tests) as process:
         return process.submit(function, *args, **kwargs).result()
+
+
+def _find_tests() -> None:
+    """pytest names the modules of functions as folders from here, without this path."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -79,4 +79,5 @@ def configure(settings: CommonSettings, role: str) -> None:
     for noisy in ("grpc._cython.cygrpc", "asyncio"):
         logging.getLogger(noisy).setLevel(max(level, logging.INFO))
     # Its start and end are in the server's own log lines.
-    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))
+    # Its warnings are about requests that are no HTTP, which anyone may send.
+    logging.getLogger("uvicorn.error").setLevel(max(level, logging.ERROR))

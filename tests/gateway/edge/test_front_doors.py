@@ -260,6 +260,46 @@ async def test_a_stream_has_its_status_before_a_late_first_token(pods, gateway, 
     assert "[DONE]" not in text
 
 
+def chunked(parts: list[bytes]) -> bytes:
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        "transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+async def test_a_body_of_tiny_chunks_ends_the_connection(pods, gateway):
+    front = await gateway(await pods())
+    reader, writer = await open_connection(front)
+    writer.write(chunked([b" "] * 40_000))
+    with contextlib.suppress(ConnectionError):
+        assert b" 200 " not in await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+
+
+async def test_large_bodies_in_chunks_arrive_whole(pods, gateway):
+    front = await gateway(await pods())
+    limit = (await front.http.get("/v1/models")).json()["data"][0]["limits"]["max_body_bytes"]
+    body = json.dumps({"messages": USER}).encode()
+    body += b" " * (limit - len(body))
+    assert limit > 32_768
+    for size in (100, 4_096, limit):
+        reader, writer = await open_connection(front)
+        writer.write(chunked([body[at : at + size] for at in range(0, len(body), size)]))
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert b" 200 " in answer.split(b"\r\n", 1)[0]
+        writer.close()
+
+
+async def test_too_many_bytes_of_headers_are_refused(pods, gateway):
+    front = await gateway(await pods())
+    reader, writer = await open_connection(front)
+    writer.write(b"GET /version HTTP/1.1\r\nhost: localhost\r\n" + b"a:b\r\n" * 12_000 + b"\r\n")
+    with contextlib.suppress(ConnectionError):
+        assert b" 200 " not in await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+
+
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(pods, gateway, monkeypatch):
     front = await gateway(await pods())
     tokenizer = front.process.gateway.tokenizer

@@ -110,6 +110,10 @@ BAD_INPUTS = [
     (gateway_pb2.ChatRequest(), ["messages", "empty"]),
     (gateway_pb2.ChatRequest(messages=USER * 1025), ["messages", "1025 messages", "limit of 1024"]),
     (
+        gateway_pb2.ChatRequest(messages=USER, template_arguments='{"a": [' + ",".join(["[]"] * 4096) + "]}"),
+        ["tools", "more than 4096 objects and lists"],
+    ),
+    (
         gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage()] * 4097),
         ["messages", "more than 4096 with the tools and all tool calls"],
     ),

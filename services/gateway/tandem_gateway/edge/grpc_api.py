@@ -228,13 +228,18 @@ def _to_proto(part: AnswerDelta) -> list[gateway_pb2.ToolCallDelta]:
 
 
 def _check_counts(request: gateway_pb2.ChatRequest) -> None:
-    """Raises InvalidRequestError for more messages, tools and calls than a JSON body may have objects, since
-    converting each of them takes microseconds on the event loop."""
+    """Raises InvalidRequestError for more messages, tools and calls, or objects and lists in their JSON, than
+    a JSON body may have, since converting each of them takes microseconds on the event loop."""
     limit = JsonLimits().max_containers
     num_outer = len(request.messages) + len(request.tools)
     if num_outer > limit or num_outer + sum(len(turn.tool_calls) for turn in request.messages) > limit:
         raise InvalidRequestError(
             "messages", f"are more than {limit} with the tools and all tool calls, the limit; send fewer"
+        )
+    texts = [request.template_arguments, *[tool.parameters for tool in request.tools]]
+    if sum([text.count("{") + text.count("[") for text in texts]) > limit:
+        raise InvalidRequestError(
+            "tools", f"and template_arguments have more than {limit} objects and lists, the limit; send fewer"
         )
 
 

@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 
+import h11
 import uvicorn
 from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
@@ -26,6 +27,14 @@ _PROBE_TIMEOUT_S = 1.0
 _KEEP_ALIVE_S = 20
 #: A client that takes fewer bytes in this time, though more wait for it, has gone.
 _UNREAD_S, _LEAST_READ_BYTES = 30.0, 16 * 1024
+#: Bytes of a request's line and headers.
+_MAX_HEAD_BYTES = 16 * 1024
+#: Bytes of one connection that are parsed in a turn of the loop.
+_TURN_BYTES = 16 * 1024
+#: Chunks of a body after which they must have this many bytes on average.
+_MANY_CHUNKS, _LEAST_CHUNK_BYTES = 1000, 64
+#: Time for a client to read a response before the end of its request.
+_REST_S = 1.0
 
 
 def _last(send: Send) -> Send:
@@ -64,6 +73,27 @@ class _ConnectionApp:
             place.keep(False)
 
 
+class _SmallChunksError(Exception):
+    """A body consists of many small chunks, each of which costs as much time as kilobytes of a large one."""
+
+
+class _Parser(h11.Connection):
+    """Raises _SmallChunksError."""
+
+    _num_chunks = _num_bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > _MANY_CHUNKS and self._num_bytes < _LEAST_CHUNK_BYTES * self._num_chunks:
+                raise _SmallChunksError
+        elif isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        return event
+
+
 class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not followed by mypy
     """One connection. Subclasses set the limits."""
 
@@ -78,6 +108,12 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
     _headers_due: asyncio.TimerHandle | None = None
     #: Runs while the client has not taken all bytes.
     _reading_due: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _Parser(h11.SERVER, _MAX_HEAD_BYTES)
+        #: Received bytes that wait for the loop's next turn.
+        self._received = bytearray()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -98,15 +134,45 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Handles at most _TURN_BYTES in a turn of the loop."""
+        if self._received or len(data) > _TURN_BYTES:
+            is_waiting = bool(self._received)
+            self._received += data
+            if not is_waiting:
+                self._receive_part()
+            return
+        self._receive(data)
+
+    def _receive_part(self) -> None:
+        data = bytes(self._received[:_TURN_BYTES])
+        del self._received[:_TURN_BYTES]
+        self._receive(data)
+        if self._received:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._receive_next)
+
+    def _receive_next(self) -> None:
+        if self.transport.is_closing():
+            return
+        if len(self._received) <= _TURN_BYTES and not self.flow.read_paused:
+            self.transport.resume_reading()
+        self._receive_part()
+
+    def _receive(self, data: bytes) -> None:
         request_before = self.cycle
         if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_headers()
-        super().data_received(data)
+        try:
+            super().data_received(data)
+        except _SmallChunksError:
+            self.transport.abort()
         if self.cycle is not request_before:
             self._headers_are_here()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # the rest of the body is not wanted
+            self.loop.call_later(_REST_S, self.transport.close)
         if self._headers_due is None and self.conn.trailing_data[0]:  # the next request has begun
             self._expect_headers()
 
