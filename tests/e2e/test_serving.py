@@ -166,7 +166,10 @@ def test_an_http_client_that_disconnects_is_forgotten(fleet: RunningFleet) -> No
     ).encode()  # fmt: skip
     host, port = fleet.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
         connection.sendall(head.encode() + body)
         assert b"data:" in _read_until(connection, b"data:")
     fleet.assert_idle(within_s=5.0)

@@ -137,7 +137,7 @@ async def _usage(channel: grpc.aio.Channel, role: str) -> common_pb2.ResourceUsa
 @asynccontextmanager
 async def running_system(options: ChaosSystemOptions) -> AsyncIterator[ChaosSystem]:
     """Raises StartupError. The fleet has been ready once."""
-    options.folder.mkdir(parents=True, exist_ok=True)
+    redis_server.make_folders(options.folder)
     grpc_port, http_port, base_port = _free_ports(options)
     plan = plan_fleet(
         FleetOptions(
@@ -203,8 +203,9 @@ async def _with_proxies(
             continue
         target = spec.health_target.removeprefix("unix://")
         proxy = proxies[spec.name] = Proxy(target, pids)
-        (folder / "cut").mkdir(exist_ok=True)
-        await proxy.listen(redis_server.socket_path(folder / "cut") if spec.health_target != target else None)
+        cut = folder / f"cut{len(proxies)}"
+        cut.mkdir(exist_ok=True)
+        await proxy.listen(redis_server.socket_path(cut) if spec.health_target != target else None)
         other_name[target] = proxy.address
 
     def replaced(argument: str) -> str:
