@@ -11,7 +11,7 @@ TandemError
 └── InvariantError           our own bug: a part broke its contract
 """
 
-#: Of a field's name, and of a quoted value; the rest is cut.
+#: Longest name of a field, and longest quoted value; the rest is cut.
 MAX_FIELD_CHARS = 100
 _MAX_MESSAGE_CHARS = 1000
 

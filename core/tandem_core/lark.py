@@ -29,7 +29,7 @@ _TERMINAL = re.compile(
 _NAME = re.compile(r"_?[A-Z][A-Z0-9_]*")
 _TILDE = re.compile(r"~\s*(?:[0-9]{1,9}\s*\.\.\s*)?([0-9]{1,9})")
 _COUNT = re.compile(r"[{~][0-9,.\s]*[0-9]")
-#: Of a grammar. A mask may have to step through all of them for each token.
+#: Most of them in a grammar. A mask may have to step through all of them for each token.
 MAX_REGEXES = 256
 
 

@@ -136,7 +136,7 @@ class GuideState:
     def _node_masks(
         self, draft: DraftTree, end_token_ids: Collection[int], until: float
     ) -> list[Mask | None]:
-        """Of nodes 1, 2, ...; `until`: CPU seconds of this thread."""
+        """The masks of nodes 1, 2, ...; `until`: CPU seconds of this thread."""
         masks: list[Mask | None] = [None] * len(draft)
         children = draft.children()
 

@@ -11,10 +11,11 @@ from tandem_service.tls import PodTls, Role
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
-#: Of channels to pods: detects a dead host (which sends no RST) in about two seconds: a ping each second, one
-#: second to answer.
+#: Pings on channels to pods detect a dead host (which sends no RST) in about two seconds: a ping each second,
+#: one second to answer.
 _POD_KEEPALIVE_MS = 1000
-#: Of pods to their callers, which may stand still for a moment. Only computation for a dead caller is lost.
+#: Pods ping their callers less often: a caller may be paused for a moment, and only computation for a dead
+#: one is lost.
 _CALLER_KEEPALIVE_MS = 5_000
 #: On public ports, whose callers may be silent for seconds: they roam, or packets are lost.
 _PUBLIC_KEEPALIVE_MS = 20_000
@@ -52,7 +53,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (*_keepalive(_POD_KEEPALIVE_MS), *_CHANNEL_OPTIONS)
-#: Of channels to a gateway.
+#: Options of channels to a gateway.
 _PUBLIC_CHANNEL_OPTIONS = (*_keepalive(_PUBLIC_KEEPALIVE_MS), *_CHANNEL_OPTIONS)
 
 

@@ -124,13 +124,20 @@ async def test_calls_without_a_key_take_no_place(pods, gateway, keys_file):
     await until_async(is_free)
 
 
-async def test_a_tenants_open_calls_are_limited(pods, gateway, tmp_path):
-    keys = tmp_path / "keys.jsonl"
+def tenants_with_one_request(folder: Path) -> Path:
+    """A keys file of the tenants greedy and other, each of which may have one request; their keys are their
+    names."""
     lines = [
         {"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": key, "max_requests": 1}
         for key in ("greedy", "other")
     ]
-    keys.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = folder / "keys.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+async def test_a_tenants_open_calls_are_limited(pods, gateway, tmp_path):
+    keys = tenants_with_one_request(tmp_path)
     front = await gateway(await pods(), api_keys_file=keys, read_timeout_s=30.0)
     opened = [await started(front.channel, CHAT_METHOD, None, "greedy") for _ in range(17)]
     payload = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="hi")])
@@ -151,12 +158,7 @@ async def test_a_tenants_open_calls_are_limited(pods, gateway, tmp_path):
 
 
 async def test_readers_of_an_answer_count_as_calls_of_their_tenant(pods, gateway, tmp_path):
-    keys = tmp_path / "keys.jsonl"
-    lines = [
-        {"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": key, "max_requests": 1}
-        for key in ("greedy", "other")
-    ]
-    keys.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    keys = tenants_with_one_request(tmp_path)
     pod = await pods(pause_s=0.5)
     front = await gateway(pod, api_keys_file=keys)
     greedy, other = ({"authorization": f"Bearer {name}"} for name in ("greedy", "other"))
@@ -221,6 +223,22 @@ async def test_an_http_body_without_a_key_is_not_read(pods, gateway, keys_file):
     assert b" 401 " in refusal
     writer.write(b"{" * 1000)
     await asyncio.wait_for(reader.read(), 10)  # the server closes, although most of the body is missing
+    writer.close()
+
+
+async def test_a_request_after_an_early_refusal_uses_the_same_connection(pods, gateway, keys_file):
+    """The refusal comes before the end of the refused body."""
+    front = await gateway(await pods(words=("a", "b"), pause_s=0.8), api_keys_file=keys_file)
+    reader, writer = await open_connection(front)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n{")
+    assert b" 401 " in await asyncio.wait_for(reader.readline(), 10)
+    body = json.dumps({"messages": USER}).encode()
+    writer.write(
+        b"    POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"authorization: Bearer acme-key\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s"
+        % (len(body), body)
+    )
+    assert b"usage" in await asyncio.wait_for(reader.read(), 10), "it takes longer than the time for the rest"
     writer.close()
 
 

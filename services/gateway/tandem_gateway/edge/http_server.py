@@ -172,9 +172,14 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:  # the rest of the body is not wanted
-            self.loop.call_later(_REST_S, self.transport.close)
+            self.loop.call_later(_REST_S, self._end_unfinished, self.cycle)
         if self._headers_due is None and self.conn.trailing_data[0]:  # the next request has begun
             self._expect_headers()
+
+    def _end_unfinished(self, request: object) -> None:
+        """Closes the connection, unless the rest of this request has arrived and others may follow."""
+        if self.cycle is request and self.conn.their_state is h11.SEND_BODY:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
