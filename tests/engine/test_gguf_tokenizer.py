@@ -69,13 +69,57 @@ def test_byte_level_merges_special_tokens_and_the_beginning(tmp_path: Path) -> N
     tokenizer = GgufTokenizer(bpe(tmp_path / "model.gguf", "llama-bpe", add_bos_token=True))
     assert tokenizer.backend.encode("ab ab<|im_end|><tool>abab").ids == [0, 6, 7, 1, 2, 8]
     assert tokenizer.backend.decode([6, 7, 1, 2], skip_special_tokens=True) == "ab ab<tool>"
-    # <|eot_id|> is an ordinary token of this file.
-    assert tokenizer.ends == (1, 3)
+    # By key, by name, and by a name that the file lists as text.
+    assert tokenizer.ends == (1, 3, 9)
     # Whole words that are tokens are taken without merges in some kinds only.
     assert GgufTokenizer(bpe(tmp_path / "b.gguf", "gpt-2")).backend.encode("abab").ids == [6, 6]
     facts = write_tokenizer(tmp_path / "model.gguf", tmp_path)
-    assert (facts.bos_token, facts.eos_token, facts.eos_token_ids) == ("<|begin|>", "a", (1, 3))
+    assert (facts.bos_token, facts.eos_token, facts.eos_token_ids) == ("<|begin|>", "a", (1, 3, 9))
     assert facts.add_bos and (tmp_path / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("kind", [TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.CONTROL])
+@pytest.mark.parametrize(
+    "name",
+    ["<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<EOT>", "<|end|>",
+     "<end_of_turn>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
+)  # fmt: skip
+def test_a_token_named_as_an_end_is_one_and_no_text(tmp_path: Path, name: str, kind: TokenType) -> None:
+    tokens, kinds = ["a", "b", name], [TokenType.NORMAL, TokenType.NORMAL, kind]
+    file = write(tmp_path / "m.gguf", "gpt2", tokens, kinds, tokenizer_pre="gpt-2", token_merges=[])
+    tokenizer = GgufTokenizer(file)
+    assert tokenizer.ends == (2,)
+    assert tokenizer.backend.encode(f"a{name}b").ids == [0, 2, 1]
+    assert tokenizer.backend.decode([0, 2, 1], skip_special_tokens=True) == "ab"
+
+
+@pytest.mark.parametrize("key", ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"])
+def test_a_key_names_an_end_whatever_its_text(tmp_path: Path, key: str) -> None:
+    path, tokens = tmp_path / "m.gguf", ["a", "<x>", "b"]
+    kinds = [TokenType.NORMAL, TokenType.CONTROL, TokenType.NORMAL]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([])
+    writer.add_uint32(f"tokenizer.ggml.{key}_token_id", 1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert GgufTokenizer(GgufFile(path)).ends == (1,)
+
+
+def test_text_that_merges_make_is_no_end_token_and_marks_of_completions_are_tokens(tmp_path: Path) -> None:
+    tokens = ["<", "/", "s", ">", "</", "s>", "</s>", "<|fim_middle|>"]
+    merges = ["< /", "s >", "</ s>"]
+    kinds = [TokenType.NORMAL] * len(tokens)
+    file = write(tmp_path / "m.gguf", "gpt2", tokens, kinds, tokenizer_pre="gpt-2", token_merges=merges)
+    tokenizer = GgufTokenizer(file)
+    assert tokenizer.ends == ()
+    assert tokenizer.backend.decode(tokenizer.backend.encode("</s>").ids) == "</s>"
+    assert tokenizer.backend.encode("s<|fim_middle|>").ids == [2, 7]
 
 
 def test_sentencepiece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) -> None:

@@ -61,6 +61,31 @@ def test_a_local_folder_is_taken_in_under_its_name(home: Path, checkpoint: Path)
     assert load_decoder(folder, torch.float32).config.vocab_size == 300
 
 
+def test_a_checkpoint_ends_by_the_same_names_as_a_gguf(home: Path, tmp_path: Path) -> None:
+    """Tokens that its files do not list, that are no special ones there, and an end token of id 0."""
+    folder = tmp_path / "tiny-ends"
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, bos_token_id=1, eos_token_id=0,
+    )  # fmt: skip
+    save_checkpoint(LlamaForCausalLM(config), folder, more_special_tokens=["<|x|>"])
+    path = folder / "tokenizer.json"
+    parsed = json.loads(path.read_text())
+    first = max(token["id"] for token in parsed["added_tokens"]) + 1
+    for offset, name in enumerate(("<|fim_pad|>", "<|fim_middle|>", "<tool_call>")):
+        token = {**parsed["added_tokens"][-1], "id": first + offset, "content": name, "special": False}
+        parsed["added_tokens"].append(token)
+        parsed["model"]["vocab"] = {
+            piece: number for piece, number in parsed["model"]["vocab"].items() if number != first + offset
+        }
+        parsed["model"]["vocab"][name] = first + offset
+    parsed["model"]["merges"] = []
+    path.write_text(json.dumps(parsed))
+    tokenizer = Tokenizer(pull(str(folder)))
+    assert tokenizer.manifest.eos_token_ids == (0, 2, first)
+    assert tokenizer.decode(range(first, first + 3)) == "<tool_call>"
+
+
 def test_a_gateway_s_folder_has_the_manifest_and_no_weights(home: Path, checkpoint: Path) -> None:
     """Of the same revision, which gateway and pods compare; the folders do not get in each other's way."""
     folder = pull_tokenizer(str(checkpoint))

@@ -12,6 +12,7 @@ from gguf import TokenType
 from tandem_core.errors import ModelLoadError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from tandem_engine.model_loader.end_tokens import END_TOKENS, FIM_TOKENS
 from tandem_engine.model_loader.gguf_file import GgufFile
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -57,8 +58,9 @@ _SAME = {
 }  # fmt: skip
 #: Words that are tokens are taken whole, and texts begin with BOS unless a key says otherwise.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-#: End a turn, whatever the file calls its end of text.
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+#: Keys of tokens that end a text, in addition to the names in end_tokens.py.
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id",
+             "fim_sep_token_id")  # fmt: skip
 #: Finding the merges of a token takes the square of its length.
 _MAX_TOKEN_CHARS = 1024
 
@@ -78,6 +80,7 @@ class GgufTokenizer:
         self._kinds = file.array("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(self.tokens)
         if len(self._kinds) != len(self.tokens):
             self._fail(f"lists {len(self.tokens)} tokens but {len(self._kinds)} of their types")
+        self._correct_kinds()
         if model == "gpt2":
             self.backend = self._bpe()
         elif model == "llama":
@@ -125,14 +128,26 @@ class GgufTokenizer:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Every token that ends a text."""
-        ids = {self._id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")} - {None}
-        ids |= {
-            n
-            for n, (token, kind) in enumerate(zip(self.tokens, self._kinds, strict=True))
-            if token in _ENDS and kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
+        """Every token that ends a text: by its key, or a control token by its name."""
+        named = {n for n, token in enumerate(self.tokens) if token in END_TOKENS and self._is_control(n)}
+        keyed = {n for n in map(self._id, _END_KEYS) if n is not None}
+        return tuple(sorted(named | keyed))
+
+    def _is_control(self, number: int) -> bool:
+        return self._kinds[number] == TokenType.CONTROL
+
+    def _correct_kinds(self) -> None:
+        """Makes tokens with the name of a control token such tokens, because many files list them as text.
+        A token of BPE that merges make is text that looks like one ("</s>" in HTML)."""
+        doubtful = {n for n, t in enumerate(self.tokens) if t in END_TOKENS | FIM_TOKENS} - {
+            n for n in range(len(self.tokens)) if self._is_control(n)
         }
-        return tuple(sorted(n for n in ids if n is not None))
+        if doubtful:
+            merged = {str(m).replace(" ", "", 1) for m in self._file.array("tokenizer.ggml.merges")}
+            self._kinds = [
+                TokenType.CONTROL if n in doubtful and self.tokens[n] not in merged else kind
+                for n, kind in enumerate(self._kinds)
+            ]
 
     def _bpe(self) -> Tokenizer:
         words = _WORDS.get(_SAME.get(self.pre, self.pre))

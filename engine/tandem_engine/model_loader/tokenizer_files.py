@@ -12,7 +12,9 @@ from pathlib import Path
 
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.json_file import read_object
+from tokenizers import Tokenizer
 
+from tandem_engine.model_loader.end_tokens import END_TOKENS, FIM_TOKENS
 from tandem_engine.model_loader.files import sha256_of
 from tandem_engine.model_loader.gguf_file import open_all
 from tandem_engine.model_loader.gguf_tokenizer import GgufTokenizer
@@ -36,8 +38,12 @@ def write_tokenizer(source: Path, folder: Path) -> TokenizerFacts:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+        ends = _eos_token_ids(source, tokenizer.eos_token_id)
+        ends |= _name_control_tokens(tokenizer.backend_tokenizer, ends)
         tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
         first = tokenizer("a", add_special_tokens=True)["input_ids"][:1]
+    except ModelLoadError:
+        raise
     except Exception as error:  # transformers and tokenizers raise anything, down to bare Exception
         first_line = (str(error).splitlines() or [""])[0]
         raise ModelLoadError(
@@ -52,7 +58,7 @@ def write_tokenizer(source: Path, folder: Path) -> TokenizerFacts:
     return TokenizerFacts(
         bos_token=tokenizer.bos_token or "",
         eos_token=tokenizer.eos_token or "",
-        eos_token_ids=_eos_token_ids(source, tokenizer.eos_token_id),
+        eos_token_ids=tuple(sorted(ends)),
         chat_template=template,
         add_bos=tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id],
         tokenizer_hash=sha256_of(folder / "tokenizer.json"),
@@ -80,17 +86,28 @@ def _from_gguf(source: Path, folder: Path) -> TokenizerFacts:
     )
 
 
-def _eos_token_ids(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
-    """Every id that ends a text: the generation config's, the model config's, the tokenizer's."""
+def _eos_token_ids(source: Path, eos_token_id: int | None) -> set[int]:
+    """Every id that the files list: the generation config, the model config, the tokenizer."""
     ids: set[int] = set() if eos_token_id is None else {eos_token_id}
     for name in ("generation_config.json", "config.json"):
         path = source / name
         if source.is_dir() and path.is_file():
-            listed = read_object(path).get("eos_token_id") or []
-            listed = listed if isinstance(listed, list) else [listed]
+            listed = read_object(path).get("eos_token_id")
+            listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
             if any(type(token_id) is not int or not 0 <= token_id < 1 << 24 for token_id in listed):
                 raise ModelLoadError(
                     f"{path}: eos_token_id must be a token id or a list of them; pull the model again"
                 )
             ids.update(listed)
-    return tuple(sorted(ids))
+    return ids
+
+
+def _name_control_tokens(tokenizer: Tokenizer, listed: set[int]) -> set[int]:
+    """The added tokens that end a text by their name. Marks them, the listed ones and those of completions in
+    the middle of a file as control tokens, which are no text, as they are in GGUF files."""
+    added = tokenizer.get_added_tokens_decoder()
+    for number, token in added.items():
+        if not token.special and (number in listed or token.content in END_TOKENS | FIM_TOKENS):
+            token.special = True
+            tokenizer.add_special_tokens([token])
+    return {number for number, token in added.items() if token.content in END_TOKENS}
