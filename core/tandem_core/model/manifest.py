@@ -66,7 +66,9 @@ class ModelManifest:
         path = folder / MANIFEST_NAME
         try:
             raw = read_object(path)
-            return cls(**{**raw, "eos_token_ids": tuple(raw["eos_token_ids"])})
+            # Newer versions may have written more fields.
+            known = {field.name: raw[field.name] for field in dataclasses.fields(cls) if field.name in raw}
+            return cls(**{**known, "eos_token_ids": tuple(raw["eos_token_ids"])})
         except FileNotFoundError:
             raise ModelLoadError(
                 f"{folder} is not a model folder (it has no {MANIFEST_NAME}); "

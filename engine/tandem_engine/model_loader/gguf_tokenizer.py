@@ -134,7 +134,7 @@ class GgufTokenizer:
         return tuple(sorted(named | keyed))
 
     def _is_control(self, number: int) -> bool:
-        return self._kinds[number] == TokenType.CONTROL
+        return bool(self._kinds[number] == TokenType.CONTROL)
 
     def _correct_kinds(self) -> None:
         """Makes tokens with the name of a control token such tokens, because many files list them as text.
