@@ -2,7 +2,8 @@
 
 llguidance refuses the keywords that it knows and does not enforce, but ignores those that it does not know,
 as the standard requires. A misspelt `maxlength` would then have no effect, so it is refused
-here, and so is what llguidance 1.9 takes in another sense than the standard.
+here, and so is what llguidance 1.9 takes in another sense than the standard. A keyword with null is absent,
+because serialisers write unset fields as null.
 """
 
 from __future__ import annotations
@@ -15,8 +16,14 @@ from fractions import Fraction
 from typing import Any
 
 from tandem_core.errors import InvalidRequestError, quoted
-from tandem_core.regex_size import UNWRITTEN, check_class_syntax, check_control_characters, check_size
-from tandem_core.schema_parts import SchemaPart
+from tandem_core.regex_size import (
+    UNWRITTEN,
+    check_class_syntax,
+    check_control_characters,
+    check_size,
+    without_ecma_classes,
+)
+from tandem_core.schema_parts import MAY_BE_NULL, SchemaPart
 from tandem_core.schema_recursion import conditions_of, endless_part
 
 #: Limit of one schema, because all pairs are compared.
@@ -28,13 +35,13 @@ MAX_INTEGER = 2**53
 #: Enforced, where llguidance does not refuse their values.
 ENFORCED = frozenset(
     {"$ref", "type", "enum", "const", "anyOf", "oneOf", "allOf"}
-    | {"properties", "patternProperties", "additionalProperties", "required"}
+    | {"properties", "patternProperties", "additionalProperties", "propertyNames", "required"}
     | {"minProperties", "maxProperties"}
     | {"items", "prefixItems", "additionalItems", "minItems", "maxItems"}
     | {"minLength", "maxLength", "pattern", "format"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
-#: Values of `format`; the last three are OpenAPI's.
+#: Values of `format` that are enforced; others are annotations. The last three are OpenAPI's.
 FORMATS = frozenset(
     {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
     | {"int32", "int64", "byte"}
@@ -44,8 +51,14 @@ _ANNOTATIONS = frozenset(
     {"$schema", "$id", "id", "$anchor", "$comment", "$vocabulary", "$defs", "definitions", "nullable"}
     | {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
     | {"contentMediaType", "contentEncoding", "contentSchema", "externalDocs", "xml", "discriminator"}
+    | {"uniqueItems"}
 )
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
+#: Keywords of `propertyNames` that are enforced, as properties or as a pattern of their names.
+_NAME_KEYWORDS = frozenset({"type", "title", "description", "format", "enum", "pattern"})
+#: Limit on the copies of additionalProperties, one for each name in the enum of propertyNames.
+MAX_NAMED_COPIES_BYTES = 32 * 1024
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NUMBERS = (*_BOUNDS, "multipleOf", "const", "enum")
 #: Counts, which may be written 2.0.
 _COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
 _DIALECT = re.compile(r"https?(://json-schema\.org/(?:(draft-0[3-7])|draft/(?:2019-09|2020-12))/schema#?)")
@@ -85,9 +98,8 @@ def check_enforceable(schema: object) -> None:
     parts = root.with_descendants()
     is_old = any(draft in str(root.keywords.get("$schema")) for draft in _OLD_DRAFTS)
     for part in parts:
-        for keyword, value in part.keywords.items():
-            is_off = keyword == "uniqueItems" and value is False
-            if not (keyword in ENFORCED or keyword in _ANNOTATIONS or _is_extension(keyword) or is_off):
+        for keyword in part.keywords:
+            if not (keyword in ENFORCED or keyword in _ANNOTATIONS or _is_extension(keyword)):
                 raise _refused(part, keyword, "is not supported; remove it or check its spelling")
         _check_numbers(part)
         _check_strings(part)
@@ -97,6 +109,7 @@ def check_enforceable(schema: object) -> None:
             not str(part.keywords.get(name, "#")).startswith("#") for name in ("$id", "id", "$schema")
         ):
             raise _refused(part, "$id", "is supported at the top only; remove it here")
+        _names_of(root, part)
     targets = _targets(root, parts)
     _check_steps(parts)
     dialect = root.keywords.get("$schema")
@@ -127,24 +140,92 @@ def rewrite(schema: object) -> None:
         for unmet in conditions_of(parts, targets).values():
             if unmet.num_missing > 0:
                 unmet.part.forbid()
-    for part in [found.schema for found in parts]:
+    names = {found: _names_of(root, found) for found in parts}
+    for found in parts:
+        part = found.schema
         if isinstance(part, bool):
             continue
-        part.pop("uniqueItems", None)  # off
+        for keyword in [name for name, value in part.items() if value is None and name not in MAY_BE_NULL]:
+            del part[keyword]
+        if part.pop("uniqueItems", False) is True and (most := _num_values(found.child("items"))):
+            part["maxItems"] = min(part.get("maxItems", most), most)
         for keyword in _COUNTS:
             if isinstance(count := part.get(keyword), float) and count.is_integer():
                 part[keyword] = int(count)
+        for keyword in _BOUNDS:
+            if isinstance(bound := part.get(keyword), int) and not isinstance(bound, bool):
+                part[keyword] = min(max(bound, -MAX_INTEGER), MAX_INTEGER)
+        if isinstance(pattern := part.get("pattern"), str):
+            part["pattern"] = without_ecma_classes(pattern)
+        if isinstance(patterns := part.get("patternProperties"), dict):
+            part["patternProperties"] = {without_ecma_classes(name): patterns[name] for name in patterns}
         if part.pop("nullable", False):
             types = part["type"]
             part["type"] = [*(types if isinstance(types, list) else [types]), "null"]
         name = str(part.get("format"))
         own: list[object] = [{"pattern": pattern} for pattern in _EXACT_FORMATS.get(name, ())]
         if name in _OPENAPI_FORMATS:
-            del part["format"]
             own.append(_OPENAPI_FORMATS[name])
+        if name not in FORMATS or name in _OPENAPI_FORMATS:
+            part.pop("format", None)
         if own:
             others = part.get("allOf")
             part["allOf"] = [*others, *own] if isinstance(others, list) else own
+    for found, allowed in names.items():
+        if isinstance(found.schema, dict) and found.schema.pop("propertyNames", True) is not True and allowed:
+            _restrict_names(found.schema, allowed)
+
+
+def _restrict_names(part: dict[str, Any], allowed: tuple[str, Sequence[str]]) -> None:
+    """Allows only properties of these names, or with names of this pattern, all of one schema."""
+    keyword, names = allowed
+    others = part.get("additionalProperties", True)
+    if keyword == "pattern":
+        part["patternProperties"] = {without_ecma_classes(names[0]): others}
+    else:
+        listed = part.get("properties") or {}
+        part["properties"] = {name: listed.get(name, others) for name in names}
+    part["additionalProperties"] = False
+
+
+def _names_of(root: SchemaPart, part: SchemaPart) -> tuple[str, Sequence[str]] | None:
+    """What `propertyNames` allows: "enum" with the names, "pattern" with it; None: any name.
+
+    Raises InvalidRequestError for what cannot be written as properties.
+    """
+    given = part.keywords.get("propertyNames", True)
+    if isinstance(given, dict) and isinstance(ref := given.get("$ref"), str) and ref.startswith("#"):
+        target = root.at(ref[1:])
+        given = given if target is None else target.schema
+    given = {} if given is True else given
+    keywords: Mapping[str, Any] = given if isinstance(given, dict) else {"not": {}}
+    pattern, names = keywords.get("pattern"), keywords.get("enum")
+    if (
+        not _NAME_KEYWORDS.issuperset(keywords)
+        or keywords.get("type", "string") != "string"
+        or not isinstance(pattern, str | None)
+        or not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)))
+        or (names is not None and pattern is not None)
+    ):
+        raise _refused(part, "propertyNames", "may have an enum or a pattern of strings; use one of them")
+    if pattern is not None:
+        if part.keywords.get("properties") or "patternProperties" in part.keywords:
+            raise _refused(part, "propertyNames", "with a pattern excludes properties and patternProperties")
+        if fault := check_class_syntax(pattern) or check_control_characters(pattern) or check_size(pattern):
+            raise _refused(part, "propertyNames", fault)
+        return "pattern", [pattern]
+    if names is not None:
+        num_bytes = len(names) * len(json.dumps(part.keywords.get("additionalProperties", True)))
+        if "patternProperties" in part.keywords or num_bytes > MAX_NAMED_COPIES_BYTES:
+            raise _refused(part, "propertyNames", "with an enum excludes patternProperties and long schemas")
+        return "enum", names
+    return None
+
+
+def _num_values(part: SchemaPart | None) -> int:
+    """The number of values of an enum; 0: unknown."""
+    values = part.keywords.get("enum") if part is not None else None
+    return len(values) if isinstance(values, list) else 0
 
 
 def parse_schema(text: str) -> dict[str, Any] | bool:
@@ -179,10 +260,15 @@ def _check_numbers(part: SchemaPart) -> None:
         for number in _leaves(keywords.get(keyword)):
             if not isinstance(number, (int, float)):
                 continue
-            if isinstance(number, int) and abs(number) > MAX_INTEGER:
+            if isinstance(number, int) and abs(number) > MAX_INTEGER and _is_inexact(keyword, number):
                 raise _refused(part, keyword, f"has an integer beyond {MAX_INTEGER}, which is not exact")
             if not math.isfinite(number):
                 raise _refused(part, keyword, "has a number that is not finite")
+
+
+def _is_inexact(keyword: str, number: int) -> bool:
+    """Whether an integer beyond MAX_INTEGER matters. A bound that allows all integers here is tightened."""
+    return keyword not in _BOUNDS or (number > 0) == keyword.lower().endswith("minimum")
 
 
 def _is_number(value: object) -> bool:
@@ -221,10 +307,6 @@ def _check_strings(part: SchemaPart) -> None:
             re.search(UNWRITTEN, text) for text in _leaves(keywords.get(keyword)) if isinstance(text, str)
         ):
             raise _refused(part, keyword, "has a control character, which is not written; leave it out")
-    if isinstance(keywords.get("format"), str) and keywords["format"] not in FORMATS:
-        raise _refused(
-            part, "format", f"has {quoted(keywords['format'])}; supported are {', '.join(sorted(FORMATS))}"
-        )
 
 
 def _check_containers(part: SchemaPart, *, is_old: bool) -> None:

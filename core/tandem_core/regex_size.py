@@ -1,4 +1,5 @@
-"""Checks of regular expressions for llguidance: size, syntax of classes, control characters.
+"""Checks of regular expressions for llguidance: size, syntax of classes, control characters. Writes out the
+classes of ECMA's dialect, which JSON schemas have.
 
 llguidance derives a lexer's states from the form in which repetitions are written out. `(a{1000}){1000}` has
 few characters and a million parts, and a single token mask over it takes seconds.
@@ -17,6 +18,31 @@ UNWRITTEN = "[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f]"
 _ESCAPE = re.compile(
     r"\\(?:(v|a)|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\})"
 )
+
+#: ECMA's classes that have another meaning in Rust's syntax: `.` excludes all ends of lines, and white space
+#: is not Unicode's. As insides of a [class].
+_SPACE = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
+_NO_SPACE = (
+    r"\x{0}-\x{8}\x{e}-\x{1f}!-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff}\x{200b}-\x{2027}\x{202a}-\x{202e}"
+    r"\x{2030}-\x{205e}\x{2060}-\x{2fff}\x{3001}-\x{fefe}\x{ff00}-\x{10ffff}"
+)
+_INSIDES = {r"\s": _SPACE, r"\S": _NO_SPACE}
+_ECMA = {".": r"[^\n\r\x{2028}\x{2029}]", **{escape: f"[{inside}]" for escape, inside in _INSIDES.items()}}
+_CLASS_ESCAPE = re.compile(r"\\.", re.DOTALL)
+
+
+def without_ecma_classes(pattern: str) -> str:
+    """The expression with `.`, `\\s` and `\\S` written out as ECMA means them."""
+    parts = []
+    position = 0
+    while position < len(pattern):
+        end = _atom_end(pattern, position)
+        atom = pattern[position:end]
+        if atom[0] == "[":
+            atom = _CLASS_ESCAPE.sub(lambda escape: _INSIDES.get(escape[0], escape[0]), atom)
+        parts.append(_ECMA.get(atom, atom))
+        position = end
+    return "".join(parts)
 
 
 def check_size(pattern: str) -> str:

@@ -13,6 +13,8 @@ from urllib.parse import unquote
 from tandem_core.errors import InvalidRequestError
 
 MAX_DEPTH = 64
+#: Keywords in which null is a value. Elsewhere it means that the keyword is absent.
+MAY_BE_NULL = frozenset({"const", "default", "example"})
 #: Keywords whose value is a schema, a list of schemas, or schemas by name.
 _SCHEMA = ("additionalProperties", "items", "additionalItems")
 _SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -23,10 +25,18 @@ class SchemaPart:
     """A schema in a schema. Pointers are built on demand: long names would fill memory if each part had its
     own copy of them."""
 
-    __slots__ = ("_children", "_parent", "_place", "_step", "schema")
+    __slots__ = ("_children", "_parent", "_place", "_step", "keywords", "schema")
 
     def __init__(self, schema: dict[str, Any] | bool) -> None:
         self.schema = schema
+        #: Without any for true and false.
+        self.keywords: Mapping[str, Any] = schema if isinstance(schema, dict) else {}
+        if None in self.keywords.values():
+            self.keywords = {
+                name: value
+                for name, value in self.keywords.items()
+                if value is not None or name in MAY_BE_NULL
+            }
         self._parent: SchemaPart | None = None
         #: As in the pointer: "items", "anyOf/0", "properties/name".
         self._step = ""
@@ -37,11 +47,6 @@ class SchemaPart:
     @property
     def where(self) -> str:
         return "" if self._parent is None else f"{self._parent.where}/{self._step}"
-
-    @property
-    def keywords(self) -> Mapping[str, Any]:
-        """Without any for true and false."""
-        return self.schema if isinstance(self.schema, dict) else {}
 
     def child(self, keyword: str, name: str | None = None) -> SchemaPart | None:
         """The schema of the keyword, or the one of this name in it."""
@@ -89,7 +94,7 @@ class SchemaPart:
                 "json_schema", f"is nested more than {MAX_DEPTH} schemas deep; use $ref"
             )
         parts.append(self)
-        for step, holder, key in _steps(self.keywords):
+        for step, holder, key in _steps(self.schema if isinstance(self.schema, dict) else {}):
             schema = holder[key]
             if isinstance(schema, dict | bool):
                 child = self._children[step] = SchemaPart(schema)

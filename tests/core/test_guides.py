@@ -93,6 +93,53 @@ def allows(model: tuple[GuideCompiler, Tokenizer], guide: Guide, text: str) -> b
         (schema({"const": "\b\t\n\f\r é"}), '"\\b\\t\\n\\f\\r é"', True),
         (schema({"type": "string", "pattern": "^[^\\x00-\\x1f\\x7f]\\n$"}), '"a\\n"', True),
         (schema({"type": "string", "pattern": "^\\x{a}$"}), '"\\n"', True),
+        # Annotations, whatever their value.
+        (schema({"type": "string", "format": "ipv4network"}), '"any"', True),
+        (schema({"type": "number", "format": "double"}), "1.5", True),
+        (schema({"type": "string", "format": None, "pattern": None}), '"any"', True),
+        # Null means absent, but not where it is a value.
+        (schema({"type": "object", "properties": None, "required": None, "additionalProperties": None,
+                 "patternProperties": None, "minProperties": None, "$ref": None, "anyOf": None}),
+         '{"a": 1}', True),
+        (schema({"type": "array", "items": None, "prefixItems": None, "maxItems": None}), "[1, null]", True),
+        (schema({"type": "integer", "minimum": None, "multipleOf": None, "enum": None}), "7", True),
+        (schema({"properties": {"a": {"type": "string", "pattern": None}}, "type": "object"}),
+         '{"a": 1}', False),
+        (schema({"const": None}), "null", True),
+        (schema({"const": None}), "1", False),
+        # Bounds of int64.
+        (schema({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}), "-9007199254740992", True),
+        (schema({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}), "9007199254740993", False),
+        (schema({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 2**64}), "12", True),
+        # Names of properties.
+        (schema({"type": "object", "propertyNames": {"type": "string"}}), '{"a": 1}', True),
+        (schema({"type": "object", "propertyNames": True, "additionalProperties": {"type": "null"}}),
+         '{"a": null}', True),
+        (schema({"type": "object", "propertyNames": {"enum": ["a", "b"]},
+                 "additionalProperties": {"type": "integer"}}), '{"b": 1}', True),
+        (schema({"type": "object", "propertyNames": {"enum": ["a", "b"]},
+                 "additionalProperties": {"type": "integer"}}), '{"b": null}', False),
+        (schema({"type": "object", "propertyNames": {"enum": ["a", "b"]}}), '{"c": 1}', False),
+        (schema({"type": "object", "propertyNames": {"enum": ["a", "b"], "type": "string"},
+                 "properties": {"a": {"type": "null"}, "z": {}}}), '{"a": 1}', False),
+        (schema({"type": "object", "propertyNames": {"$ref": "#/$defs/k"}, "required": ["k"],
+                 "$defs": {"k": {"enum": ["k"], "type": "string"}}}), '{"k": 1}', True),
+        (schema({"type": "object", "propertyNames": {"pattern": "^a+$"}}), '{"aa": 1}', True),
+        (schema({"type": "object", "propertyNames": {"pattern": "^a+$"}}), '{"b": 1}', False),
+        # Not enforced, apart from the number of items.
+        (schema({"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}), '["a", "a"]', True),
+        (schema({"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True}), '["a", "a"]', False),
+        # ECMA's classes.
+        *((schema({"type": "string", "pattern": pattern}), f'"{text}"', is_allowed)
+          for pattern, text, is_allowed in (
+              ("^.$", "\u2028", False), ("^.$", "\\r", False), ("^.$", "\u0085", True), ("^[.]$", "a", False),
+              ("^\\.$", "a", False), ("^\\s$", "\ufeff", True), ("^\\s$", "\u0085", False),
+              ("^\\s$", "\\t", True), ("^\\S$", "\u0085", True), ("^\\S$", " ", False),
+              ("^[\\sx]$", "\ufeff", True), ("^[^\\s]$", "\u0085", True), ("^[\\S]$", "\ufeff", False),
+              ("^[\\S]$", "é", True), ("^\\d$", "٣", False), ("^\\w$", "é", False),
+          )),
+        (schema({"type": "object", "patternProperties": {"^.$": {"type": "null"}},
+                 "additionalProperties": False}), '{"\u2029": null}', False),
         # Off, or written in another way.
         (schema({"type": "array", "items": {"type": "null"}, "uniqueItems": False}), "[null, null]", True),
         (schema({"type": "array", "items": {"type": "null"}, "maxItems": 1.0}), "[null, null]", False),
@@ -136,11 +183,6 @@ def test_a_text_cannot_enter_what_would_never_end(
 @pytest.mark.parametrize(
     ("guide", "what"),
     [
-        (schema({"type": "array", "uniqueItems": True}), "'uniqueItems' is not supported"),
-        (
-            schema({"type": "string", "format": "colour"}),
-            "'format' has 'colour'; supported are byte, date, date-time",
-        ),
         (schema({"type": "integer", "minimum": 3, "maximum": 1}), "minimum .3. is greater than maximum"),
         (schema({"type": ["string"], "nullable": 1}), "'nullable' has no boolean"),
         (schema({"nullable": True}), "'nullable' has no effect without type"),
@@ -162,15 +204,27 @@ def test_a_text_cannot_enter_what_would_never_end(
         ),
         (schema({"type": "array", "additionalItems": False}), "'additionalItems' has no effect"),
         (schema({"const": [2**53 + 1]}), "'const' has an integer beyond 9007199254740992"),
-        (schema({"type": "integer", "maximum": 10**400}), "'maximum' has an integer beyond"),
+        (schema({"type": "integer", "minimum": 10**400}), "'minimum' has an integer beyond"),
+        (schema({"type": "integer", "exclusiveMaximum": -(2**63)}), "'exclusiveMaximum' has an integer"),
+        (schema({"type": "integer", "multipleOf": 2**63}), "'multipleOf' has an integer beyond"),
         (Guide(GuideKind.JSON_SCHEMA, '{"minimum": NaN}'), "'minimum' has a number that is not finite"),
         (Guide(GuideKind.JSON_SCHEMA, '{"const": 1e999}'), "'const' has a number that is not finite"),
         (schema({"type": "integer", "multipleOf": True}), "'multipleOf' has no number"),
         (schema({"type": "integer", "minimum": "3"}), "'minimum' has no number"),
         # llguidance cuts the wrong value within a character and panics.
         (schema({"type": "string", "minLength": "a" + "🙂" * 40}), "llguidance cannot read it"),
-        (schema({"$anchor": [1], "uniqueItems": True}), "'uniqueItems' is not supported"),
-        (schema({"format": "unknown"}), "'format' has 'unknown'"),
+        (schema({"$anchor": [1], "contains": {}}), "'contains' is not supported"),
+        (schema({"type": "object", "propertyNames": {"minLength": 2}}), "'propertyNames' may have an enum"),
+        (schema({"type": "object", "propertyNames": False}), "'propertyNames' may have an enum"),
+        (schema({"type": "object", "propertyNames": {"pattern": "["}}), "cannot be used"),
+        (
+            schema({"properties": {"a": {}}, "propertyNames": {"pattern": "a"}}),
+            "'propertyNames' with a pattern excludes properties",
+        ),
+        (
+            schema({"additionalProperties": {"enum": ["v" * 999]}, "propertyNames": {"enum": ["a"] * 99}}),
+            "'propertyNames' with an enum excludes patternProperties and long",
+        ),
         (schema({"type": "string", "pattern": "^[[:alpha:]]$"}), "'pattern' has '\\[' in a .class."),
         # llguidance would leave these characters out.
         (schema({"const": {"a": ["b\0c"]}}), "'const' has a control character"),

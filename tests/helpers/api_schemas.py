@@ -331,6 +331,18 @@ BY_HAND: dict[str, Schema] = {
             "link": {"type": "string", "format": "uri", "maxLength": 20},
         }
     ),
+    "stock by size": {
+        "type": "object",
+        "propertyNames": {"enum": ["s", "m", "l"]},
+        "additionalProperties": {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
+        "required": ["m"],
+    },
+    "translations": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[a-z]{2}$"},
+        "additionalProperties": text(8),
+        "minProperties": 1,
+    },
     "search filters": {
         "allOf": [
             {"type": "object", "properties": {"query": text(10, 1), "limit": COUNT}, "required": ["query"]},

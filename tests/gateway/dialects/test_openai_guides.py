@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import enum
+import ipaddress
 import json
-from typing import Any
+import pathlib
+import uuid
+from typing import Annotated, Any, Literal
 
+import pydantic
 import pytest
+from openai.lib._pydantic import to_strict_json_schema
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide, GuideKind
 from tandem_core.model.guides import check_guide
@@ -104,3 +112,46 @@ def test_wrong_guides_are_refused_by_name(fields: dict[str, Any], what: str) -> 
         from tandem_core.sampling import SamplingParams
 
         SamplingParams(**given)
+
+
+class _Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+#: Types of fields in ordinary pydantic models.
+FIELD_TYPES = (
+    int, float, str, bool, bytes, pydantic.SecretStr, pathlib.Path, uuid.UUID, pydantic.AnyUrl,
+    ipaddress.IPv4Address, ipaddress.IPv4Network, ipaddress.IPv6Interface, pydantic.Base64Bytes,
+    pydantic.PositiveInt, pydantic.NegativeFloat, Annotated[int, pydantic.Field(ge=-(2**63), lt=2**63)],
+    set[int], set[_Color], frozenset[str], tuple[int, str], list[int] | None, Literal["a", 1, None], _Color,
+    decimal.Decimal, datetime.datetime, datetime.timedelta, dict[datetime.date, int], dict[int, str],
+    dict[str, int], dict[_Color, int], dict[Literal["a", "b"], str],
+    dict[Annotated[str, pydantic.Field(pattern="^[a-z]+$")], int], dict[str, Any], Any,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["pydantic", "openai's parse"])
+@pytest.mark.parametrize("kind", FIELD_TYPES, ids=str)
+def test_schemas_of_ordinary_pydantic_models_are_guides(kind: Any, strict: bool) -> None:
+    model = pydantic.create_model("Model", value=(kind, ...), optional=(kind | None, None))
+    schema = to_strict_json_schema(model) if strict else model.model_json_schema()
+    check_guide(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        # zod 4: z.record(z.string(), z.int()), z.record(z.enum(...), ...), z.int(), z.map is refused there
+        {"type": "object", "propertyNames": {"type": "string"},
+         "additionalProperties": {"type": "integer", "minimum": -9007199254740991,
+                                  "maximum": 9007199254740991}},
+        {"type": "object", "propertyNames": {"type": "string", "enum": ["a", "b"]},
+         "additionalProperties": {"type": "number"}, "required": ["a", "b"]},
+        # serialisers that write unset fields as null
+        {"type": "object", "properties": {"a": {"type": "string", "enum": None, "items": None}},
+         "required": None, "additionalProperties": None, "description": None, "$defs": None},
+    ],
+)  # fmt: skip
+def test_schemas_as_other_libraries_write_them_are_guides(schema: dict[str, Any]) -> None:
+    check_guide(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)))

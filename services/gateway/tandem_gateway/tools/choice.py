@@ -120,7 +120,7 @@ def _check_tool(where: str, definition: Mapping[str, Json]) -> str:
         at = f"{where}.function.parameters"
         if not isinstance(parameters, Mapping):
             raise InvalidRequestError(at, "is not a JSON schema; send an object such as {'type': 'object'}")
-        if parameters.get("type", "object") != "object":
+        if parameters.get("type") not in (None, "object"):
             raise InvalidRequestError(f"{at}.type", "must be 'object', since arguments have names")
         check_well_formed(at, parameters)
     return name

@@ -65,7 +65,7 @@ async def enforced_schemas(
                 f"tools[{index}].function.parameters",
                 f"cannot be enforced ({reason}); change it, or leave out strict: true",
             )
-        schemas.append({"type": "object", **tool.parameters} if source and not reason else _ANY_OBJECT)
+        schemas.append({**tool.parameters, "type": "object"} if source and not reason else _ANY_OBJECT)
     return schemas
 
 

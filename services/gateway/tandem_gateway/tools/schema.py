@@ -10,6 +10,7 @@ from typing import TypeGuard
 
 from tandem_core.errors import MAX_FIELD_CHARS, InvalidRequestError, quoted
 from tandem_core.model.conversation import Json
+from tandem_core.schema_parts import MAY_BE_NULL
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 #: Keywords whose value is a schema; below, a list of schemas and an object of schemas.
@@ -26,6 +27,8 @@ def check_well_formed(where: str, schema: Json) -> None:
         return
     if not isinstance(schema, Mapping):
         raise InvalidRequestError(where, f"is {_kind(schema)}; send a JSON schema, which is an object")
+    if None in schema.values():
+        schema = {name: value for name, value in schema.items() if value is not None or name in MAY_BE_NULL}
     kinds = schema.get("type", [])
     listed = kinds if _is_list(kinds) else [kinds]
     for kind in listed:
