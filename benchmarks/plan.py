@@ -43,6 +43,7 @@ from tandem_cli.plan.fleet_plan import Contention, FleetPlan
 from tandem_cli.plan.measured import measured_fleet
 from tandem_cli.plan.simulate import simulate
 from tandem_cli.plan.workload import PlannedRequest
+from tandem_core.model.registry import DEFAULT_MODEL
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import StepCost
 from tandem_engine import model_loader
@@ -161,7 +162,7 @@ class Sender:
 def _send(target: str, load: Load, first: int, seed: int) -> list[RequestRecord]:
     options = BenchOptions(
         target=target, workload="random", input_tokens=load.prompt, max_tokens=load.output, ignore_eos=True,
-        slo_class=BATCH.name, num_requests=load.count, rate=1.0,
+        slo_class=BATCH.name, num_requests=load.count, rate=1.0, model=DEFAULT_MODEL,
     )  # fmt: skip
     requests = RequestMaker(options).make("random", first)
     return send_to(target, options, requests, load.schedule(seed), timeout_s=120.0)

@@ -283,7 +283,7 @@ def test_chat_reports_a_missing_gateway(tmp_path: Path) -> None:
         target = f"127.0.0.1:{unused.getsockname()[1]}"
         ended = tandem("chat", "--target", target, "--once", "hi", home=tmp_path)
     assert ended.returncode == 1
-    assert "start it with `tandem up`" in ended.stderr
+    assert "no gateway answers" in ended.stderr
 
 
 def test_a_conversation_keeps_its_history_without_failed_turns(gateway: FakeGateway) -> None:

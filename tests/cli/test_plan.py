@@ -265,7 +265,7 @@ def test_the_command_prints_plans_and_writes_an_overlay_that_renders(tmp_path: P
         (["--trace", "/absent"], "/absent"),
         (["--contention", "3"], "--contention '3' is not two numbers"),
         (["--contention", "3,.5"], "of at least 1"),
-        (["--measured", "127.0.0.1:1"], "UNAVAILABLE"),
+        (["--measured", "127.0.0.1:1"], "no gateway answers"),
         ([], "alone on 8 devices: e2e"),
     ],
 )

@@ -38,6 +38,8 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
     retry_after_ms: int = 0
     #: Chats end after this many chunks with UNAVAILABLE, unless they are resumed; 0: they do not.
     cut_after: int = 0
+    #: Name of the served model; "": none is listed.
+    model: str = ""
     target: str = ""
     requests: list[gateway_pb2.ChatRequest] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
@@ -51,6 +53,10 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
         """Serves at `target`; yields itself."""
         with serving(self, gateway_pb2_grpc.add_GatewayServiceServicer_to_server) as self.target:
             yield self
+
+    def ListModels(self, request, context):  # noqa: N802
+        models = [gateway_pb2.ModelInfo(name=self.model)] if self.model else []
+        return gateway_pb2.ListModelsResponse(models=models)
 
     def Chat(self, request, context):  # noqa: N802
         with self._lock:

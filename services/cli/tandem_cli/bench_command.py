@@ -24,7 +24,8 @@ def serve(**given: Any) -> None:
     except BenchError as error:
         fail(str(error), code=2)
     if not run.summary.num_ok:
-        fail("no request succeeded")
+        first = run.records[0]
+        fail(f"no request succeeded; the first: {first.status}: {first.error}")
 
 
 @app.command("report")

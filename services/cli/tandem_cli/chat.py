@@ -21,15 +21,12 @@ from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.channels import open_public_sync_channel
 
 from tandem_cli import chat_commands
+from tandem_cli.targets import GatewayError, explain, key_metadata, served_model
 
 _NS_PER_MS = 1e6
 _NS_PER_S = 1e9
 #: Exit code after Ctrl-C, as in shells.
 EXIT_INTERRUPTED = 130
-
-
-class GatewayError(Exception):
-    """The gateway refused the request or cannot be reached."""
 
 
 #: Time within which a restarted gateway, or another one behind the same address, should answer.
@@ -49,10 +46,6 @@ class ChatOptions:
     api_key: str | None
     #: Authorities of the gateway's certificate; None: the system's.
     ca_file: Path | None = None
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
 
 @dataclass
@@ -144,7 +137,7 @@ class Conversation:
         event_id = ""
         give_up_at = 0.0
         while True:
-            call = self.stub.Chat(request, metadata=self.options.metadata)
+            call = self.stub.Chat(request, metadata=key_metadata(self.options.api_key))
             try:
                 for response in call:
                     event_id = response.chunk.event_id or response.end.event_id
@@ -154,7 +147,7 @@ class Conversation:
             except grpc.RpcError as error:
                 is_cut = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE
                 if not (is_cut and event_id and time.monotonic() < give_up_at):
-                    raise GatewayError(_explain(error, self.options.target)) from error
+                    raise GatewayError(explain(error, self.options.target)) from error
             finally:
                 call.cancel()
             time.sleep(_RESUME_INTERVAL_S)
@@ -201,11 +194,13 @@ def ask_once(options: ChatOptions, text: str) -> int:
 
 
 def converse(options: ChatOptions) -> int:
-    """Runs the conversation until the user exits."""
+    """Runs the conversation until the user exits. Raises GatewayError before it if nothing answers."""
+    model = served_model(options.target, options.ca_file, options.api_key)
     console = Console()
     with open_public_sync_channel(options.target, options.ca_file) as channel:
         conversation = Conversation(options, open_stub(channel))
-        console.print("Ctrl-C cancels an answer, /help lists commands, /exit leaves.", style="dim")
+        hint = f"{model} at {options.target}. Ctrl-C cancels an answer, /help lists commands, /exit leaves."
+        console.print(hint, style="dim", markup=False, highlight=False)
         while True:
             try:
                 line = console.input("[bold cyan]you>[/] ").rstrip()
@@ -278,17 +273,3 @@ def describe_receipt(receipt: common_pb2.Receipt) -> str:
             f"{slo}; seed {receipt.seed}",
         )
     )
-
-
-def _explain(error: grpc.RpcError, target: str) -> str:
-    # An RpcError raised by a call is that call, with a code and details.
-    if not isinstance(error, grpc.Call):
-        return str(error)
-    # The gateway sends metadata at once; if there is some, the gateway is reachable and a pod is not.
-    if error.code() is grpc.StatusCode.UNAVAILABLE and not error.initial_metadata():
-        if "http1.x" in (error.details() or ""):
-            return f"{target} is an HTTP port; give the gateway's gRPC port with --target, by default 20051"
-        return f"the gateway at {target} cannot be reached ({error.details()}); start it with `tandem up`"
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return f"{error.details()} (--api-key, or TANDEM_API_KEY)"
-    return f"{error.code().name}: {error.details()}"

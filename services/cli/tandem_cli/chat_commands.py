@@ -14,7 +14,7 @@ HELP = """\
 /clear          forget the conversation, keep the system prompt
 /system TEXT    set the system prompt; without TEXT: show it; /system none: remove it
 /save FILE      write the conversation to FILE, as JSON that /v1/chat/completions takes as messages
-/exit           leave; so do Ctrl-D and Ctrl-C"""
+/exit, /quit    leave; so do Ctrl-D and Ctrl-C"""
 
 
 def run(conversation: Conversation, line: str) -> str | None:
@@ -24,7 +24,7 @@ def run(conversation: Conversation, line: str) -> str | None:
     match name:
         case "/help" | "/?":
             return HELP
-        case "/exit" | "/quit" | "/bye":
+        case "/exit" | "/quit":
             return None
         case "/clear":
             conversation.clear()

@@ -19,7 +19,12 @@ from tandem_service.channels import open_sync_channel
 from tandem_service.tls import PodTls, Role, TlsFileError
 
 from tandem_cli.options import pod_tls
+from tandem_cli.targets import fleet_of
+from tandem_cli.up.state_file import FleetRecord
+from tandem_cli.up.up_plan import certificate_files
 
+#: Port of a service that runs alone, and of the default `tandem up`.
+_DEFAULT_TARGET = "127.0.0.1:21400"
 _PIECE_BYTES = 1 << 20
 _STATUS_TIMEOUT_S, _TRANSFER_TIMEOUT_S = 10.0, 600.0
 
@@ -28,13 +33,13 @@ class AdminError(Exception):
     """One sentence with the cause and the remedy."""
 
 
-def status(target: str) -> pb.GetLookaheadStatusResponse:
+def status(target: str | None) -> pb.GetLookaheadStatusResponse:
     """Status of the replica at the target. Raises AdminError."""
     with _service(target) as service:
         return _status(service)
 
 
-def export_namespace(target: str, tenant: str, revision: str, out: IO[bytes]) -> int:
+def export_namespace(target: str | None, tenant: str, revision: str, out: IO[bytes]) -> int:
     """Writes the tenant's only namespace whose revision starts with `revision`; returns the bytes written.
 
     Raises AdminError.
@@ -45,7 +50,7 @@ def export_namespace(target: str, tenant: str, revision: str, out: IO[bytes]) ->
         return sum(out.write(piece.payload) for piece in pieces)
 
 
-def import_namespace(target: str, source: IO[bytes]) -> int:
+def import_namespace(target: str | None, source: IO[bytes]) -> int:
     """Adds an export; returns its number of tokens. Adds nothing and raises AdminError for a damaged one."""
     pieces = iter(lambda: source.read(_PIECE_BYTES), b"")
     requests = (pb.ImportNamespaceRequest(payload=piece) for piece in pieces)
@@ -53,7 +58,7 @@ def import_namespace(target: str, source: IO[bytes]) -> int:
         return int(service.ImportNamespace(requests, timeout=_TRANSFER_TIMEOUT_S).num_tokens)
 
 
-def purge(target: str, tenant: str) -> int:
+def purge(target: str | None, tenant: str) -> int:
     """Removes a tenant's text; returns the number of its namespaces. Raises AdminError."""
     with _service(target) as service:
         request = pb.PurgeTenantRequest(tenant=tenant)
@@ -61,8 +66,15 @@ def purge(target: str, tenant: str) -> int:
 
 
 @contextmanager
-def _service(target: str) -> Iterator[lookahead_pb2_grpc.LookaheadServiceStub]:
-    with open_sync_channel(target, _credentials(), Role.LOOKAHEAD) as channel:
+def _service(target: str | None) -> Iterator[lookahead_pb2_grpc.LookaheadServiceStub]:
+    fleet = fleet_of(target)
+    if fleet is not None:
+        services = fleet.targets(Role.LOOKAHEAD)
+        if not services:
+            raise AdminError("the system has no lookahead service; it needs `tandem up --speculation global`")
+        target = services[0]
+    target = target or _DEFAULT_TARGET
+    with open_sync_channel(target, _credentials(fleet), Role.LOOKAHEAD) as channel:
         try:
             yield lookahead_pb2_grpc.LookaheadServiceStub(channel)  # type: ignore[no-untyped-call]
         except grpc.RpcError as error:
@@ -82,11 +94,13 @@ def _status(service: lookahead_pb2_grpc.LookaheadServiceStub) -> pb.GetLookahead
     return answer
 
 
-def _credentials() -> PodTls | None:
-    """Credentials from the variables that pods read. Raises AdminError."""
+def _credentials(fleet: FleetRecord | None) -> PodTls | None:
+    """Credentials from the variables that pods read, or those of a `tandem up`. Raises AdminError."""
     paths = [os.environ.get(f"TANDEM_POD_TLS_{name}") for name in ("CERT", "KEY", "CA")]
     cert, key, ca = (Path(path) if path else None for path in paths)
     try:
+        if fleet is not None and fleet.tls_dir and cert is None:
+            return PodTls(certificate_files(Path(fleet.tls_dir), Role.OPERATOR))
         return pod_tls(cert, key, ca, Role.OPERATOR)
     except TlsFileError as error:
         raise AdminError(str(error)) from error

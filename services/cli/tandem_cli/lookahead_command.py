@@ -14,13 +14,18 @@ from tandem_cli.options import fail
 
 app = typer.Typer(help="Show, export, import or remove shared text.", no_args_is_help=True)
 
-#: Address in the default fleet of `tandem up`.
-DEFAULT_SERVICE = "127.0.0.1:21400"
-ServiceOption = Annotated[str, typer.Option("--target", help="gRPC address of the lookahead service.")]
+ServiceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        metavar="ADDRESS",
+        help="host:port of the service, or of a gateway of this machine; default: the system that runs here.",
+    ),
+]
 
 
 @app.command()
-def stats(target: ServiceOption = DEFAULT_SERVICE) -> None:
+def stats(target: ServiceOption = None) -> None:
     """Show the namespaces of this replica."""
     from rich.console import Console
     from rich.table import Table
@@ -64,7 +69,7 @@ def export_namespace(
     revision: Annotated[
         str, typer.Option(help="Start of the model's revision, if the tenant has several namespaces.")
     ] = "",
-    target: ServiceOption = DEFAULT_SERVICE,
+    target: ServiceOption = None,
 ) -> None:
     """Write a namespace's shared text to a file."""
     from tandem_cli import lookahead_admin
@@ -77,7 +82,7 @@ def export_namespace(
 @app.command("import")
 def import_namespace(
     file: Annotated[str, typer.Argument(help="An export; - reads from stdin.")],
-    target: ServiceOption = DEFAULT_SERVICE,
+    target: ServiceOption = None,
 ) -> None:
     """Add an export to a service; every replica and pod gets it."""
     from tandem_cli import lookahead_admin
@@ -91,7 +96,7 @@ def import_namespace(
 def purge(
     tenant: Annotated[str, typer.Argument(help="Tenant whose text is removed.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    target: ServiceOption = DEFAULT_SERVICE,
+    target: ServiceOption = None,
 ) -> None:
     """Remove a tenant's text permanently: here, in Redis, and in every pod."""
     from tandem_cli import lookahead_admin

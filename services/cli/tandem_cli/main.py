@@ -14,7 +14,6 @@ from tandem_core.speculation import SpeculationMode
 from tandem_cli import bench_command, lookahead_command, model_command
 from tandem_cli.doctor.command import doctor
 from tandem_cli.options import (
-    DEFAULT_TARGET,
     ApiKeyOption,
     CaOption,
     DtypeOption,
@@ -114,12 +113,12 @@ def certificates(
 
 @app.command()
 def chat(
-    target: TargetOption = DEFAULT_TARGET,
+    target: TargetOption = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: TemperatureOption = 0.0,
     max_tokens: MaxTokensOption = 512,
     seed: SeedOption = None,
-    slo_class: Annotated[str, typer.Option(help="interactive, chat or batch.")] = "interactive",
+    slo_class: Annotated[str, typer.Option(help="SLO class; default: the gateway's.")] = "",
     speculation: Annotated[
         SpeculationMode | None, typer.Option(help="Drafts for this chat; unset: the mode of the pods.")
     ] = None,
@@ -128,10 +127,10 @@ def chat(
     ca: CaOption = None,
 ) -> None:
     """Chat in the terminal; shows TTFT and TPOT during the answer, and its receipt."""
-    from tandem_cli import chat
+    from tandem_cli import chat, targets
 
     options = chat.ChatOptions(
-        target=target,
+        target=targets.gateway(target, "grpc"),
         system=system,
         temperature=temperature,
         max_tokens=max_tokens,
@@ -143,20 +142,15 @@ def chat(
     )
     try:
         code = chat.ask_once(options, once) if once is not None else chat.converse(options)
-    except chat.GatewayError as error:
+    except targets.GatewayError as error:
         fail(str(error))
     raise typer.Exit(code)
 
 
 @app.command()
 def top(
-    target: Annotated[
-        str, typer.Option(help="HTTP address of the gateway; https:// with TLS.")
-    ] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="TANDEM_API_KEY", help="An operator's key, if the gateway requires one."),
-    ] = None,
+    target: TargetOption = None,
+    api_key: ApiKeyOption = None,
     ca: CaOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
 ) -> None:
@@ -165,11 +159,12 @@ def top(
 
     from rich.console import Console
 
-    from tandem_cli import top
+    from tandem_cli import targets, top
 
+    url = targets.gateway(target, "http")
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            top.show(top.Feed(target, api_key, ca), Console(), once=once)
+            top.show(top.Feed(url, api_key, ca), Console(), once=once)
     except top.TopError as error:
         fail(str(error))
 

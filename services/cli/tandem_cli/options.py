@@ -12,8 +12,6 @@ import typer
 if TYPE_CHECKING:
     from tandem_service.tls import PodTls, Role
 
-DEFAULT_TARGET = "127.0.0.1:20051"
-
 ModelOption = Annotated[str, typer.Option(help="Name of a pulled model, a Hugging Face id, or a path.")]
 DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16"], typer.Option(help="Element type of weights and KV.")
@@ -25,7 +23,11 @@ QuantizationOption = Annotated[
     ),
 ]
 TargetOption = Annotated[
-    str, typer.Option(help="gRPC address of the gateway: host:port, or https://host:port with TLS.")
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="The gateway's host:port or URL (https:// with TLS); default: the system that runs here.",
+    ),
 ]
 CaOption = Annotated[
     Path | None,

@@ -57,7 +57,7 @@ class Feed:
     """Samples of one gateway, for the period that the gateway keeps."""
 
     def __init__(self, url: str, api_key: str | None = None, ca_file: Path | None = None) -> None:
-        self._url = url if "://" in url else f"http://{url}"
+        self._url = url
         self._client = httpx.Client(
             base_url=self._url,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
@@ -105,7 +105,7 @@ class Feed:
             body: Mapping[str, Any] = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise TopError(
-                f"no gateway answers at {self._url} ({error}); give its HTTP address with --target"
+                f"no gateway answers at {self._url} ({error}); start `tandem up`, or give another --target"
             ) from error
         if answer.status_code in (401, 403):
             raise RefusedError(f"{body['error']['message']} (--api-key, or TANDEM_API_KEY)")

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import typer
-from tandem_core.model.registry import DEFAULT_MODEL
 from tandem_core.slo import SloTarget
 from tandem_core.speculation import SpeculationMode
 
 from tandem_cli.bench import BenchError as BenchError
 from tandem_cli.bench.prompts import WORKLOADS
 from tandem_cli.bench.requests import Tenant, parse_mix, parse_tenants
-from tandem_cli.options import ApiKeyOption, CaOption, TemperatureOption
+from tandem_cli.options import ApiKeyOption, CaOption, TargetOption, TemperatureOption
 
 
 class Point(NamedTuple):
@@ -34,12 +33,7 @@ class Point(NamedTuple):
 class BenchOptions:
     """The load, the requests, the objectives and the files of a run."""
 
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="For grpc host:port, with TLS https://host:port; for http a URL; default: the local gateway."
-        ),
-    ] = None
+    target: TargetOption = None
     ca: CaOption = None
     transport: Annotated[Literal["grpc", "http"], typer.Option(help="Protocol of the requests.")] = "grpc"
     rate: Annotated[float | None, typer.Option(min=0.001, help="Mean requests per second.")] = None
@@ -75,8 +69,8 @@ class BenchOptions:
         typer.Option(min=16, help="Prompt length; of a trace, the longest."),
     ] = None
     model: Annotated[
-        str, typer.Option(help="Model to request (http needs one); if pulled, its tokenizer counts tokens.")
-    ] = DEFAULT_MODEL
+        str, typer.Option(help="Model to request, by default the served one; its tokenizer counts tokens.")
+    ] = ""
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 128
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Always generate --max-tokens.")] = False
     temperature: TemperatureOption = 0.0

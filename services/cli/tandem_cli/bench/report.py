@@ -28,7 +28,8 @@ def run_report(run: Run) -> str:
     """The figures of a run as text."""
     records = run.records
     text = f"{run.point.workload}, {run.point.load()}, {run.system}\n\n"
-    text += f"{_latency_table(run.summary)}\n\n{describe(records, run.summary)}"
+    text += f"{_latency_table(run.summary)}\n\n" if run.summary.num_ok else ""
+    text += describe(records, run.summary)
     failed = [record for record in records if not record.is_ok][:_NUM_ERRORS]
     text += "".join(f"\nrequest {record.index}: {record.status}: {record.error}" for record in failed)
     if len({record.slo.name for record in records}) > 1 or len({record.tenant for record in records}) > 1:

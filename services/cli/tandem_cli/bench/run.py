@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
+from tandem_cli import targets
 from tandem_cli.bench.arrivals import Schedule
 from tandem_cli.bench.loadgen import run_load
 from tandem_cli.bench.options import BenchError, BenchOptions
@@ -27,6 +29,8 @@ def run_bench(options: BenchOptions) -> Run:
     """Sends the load, prints the report and writes the files. Raises BenchError before the first request."""
     point = options.point()
     _check_folders(options.output, options.report)
+    RequestMaker(options)  # names wrong options and files first
+    options = _connected(options)
     maker = RequestMaker(options)
     requests = maker.make(point.workload)
     if maker.num_cut:
@@ -41,6 +45,18 @@ def run_bench(options: BenchOptions) -> Run:
         writer.add(run)
     _report([run], options.report)
     return run
+
+
+def _connected(options: BenchOptions) -> BenchOptions:
+    """The options with the server's address and model. Raises BenchError if nothing answers there."""
+    target = targets.gateway(options.target, options.transport)
+    keys = (options.api_key, *(tenant.key for tenant in options.tenant_weights()))
+    ask = targets.served_model if options.transport == "grpc" else targets.served_model_http
+    try:
+        model = ask(target, options.ca, next(filter(None, keys), None))
+    except targets.GatewayError as error:
+        raise BenchError(str(error)) from error
+    return replace(options, target=target, model=options.model or model)
 
 
 def report_file(records: Path, report: Path | None) -> list[Run]:
@@ -68,10 +84,9 @@ def _check_folders(*files: Path | None) -> None:
 async def _load(
     options: BenchOptions, requests: Sequence[Request], schedule: Schedule
 ) -> list[RequestRecord]:
-    if options.transport == "http":
-        transport: Transport = HttpTransport(options.target or "http://127.0.0.1:8000", options)
-    else:
-        transport = GrpcTransport(options.target or "127.0.0.1:20051", options)
+    assert options.target is not None
+    make = HttpTransport if options.transport == "http" else GrpcTransport
+    transport: Transport = make(options.target, options)
     console = Console()
     num_done = 0
 

@@ -30,8 +30,9 @@ def doctor(
         list[str] | None,
         typer.Option(
             "--gateway",
-            metavar="HOST:PORT",
-            help="gRPC address of a running gateway, which names the pods; repeatable. Unset: `tandem up`.",
+            "--target",
+            metavar="ADDRESS",
+            help="A running gateway, which names the pods; repeatable. Unset: the system that runs here.",
         ),
     ] = None,
     lookahead: Annotated[
@@ -45,7 +46,7 @@ def doctor(
         Path | None, typer.Option(envvar="TANDEM_REDIS_CA_FILE", help="Verifies Redis (rediss://).")
     ] = None,
     state_file: Annotated[
-        Path | None, typer.Option(help="State file of `tandem up`; default: run/20051.json in the cache.")
+        Path | None, typer.Option(help="State file of the `tandem up` that is examined.")
     ] = None,
     api_key: ApiKeyOption = None,
     ca: CaOption = None,
@@ -66,6 +67,7 @@ def doctor(
         from tandem_service.redis_client import RedisAddress
         from tandem_service.tls import TlsFileError
 
+        from tandem_cli import targets
         from tandem_cli.doctor.system import Access, ask_by_gateways
 
         try:
@@ -74,7 +76,8 @@ def doctor(
             fail(str(error), code=2)
         if gateways:
             redis = RedisAddress(redis_url, redis_ca_file) if redis_url else None
-            findings = asyncio.run(_after(ask_by_gateways(gateways, access, redis, lookahead or ())))
+            addresses = [targets.gateway(address, "grpc") for address in gateways]
+            findings = asyncio.run(_after(ask_by_gateways(addresses, access, redis, lookahead or ())))
         else:
             findings = _of_up(state_file, access)
     typer.echo(json.dumps([asdict(one) for one in findings], indent=2) if as_json else report(findings))
@@ -95,23 +98,20 @@ def _before(path: Path) -> list[Finding]:
 def _of_up(state_file: Path | None, access: Access) -> list[Finding]:
     from dataclasses import replace
 
-    from tandem_core.model.registry import cache_root
     from tandem_service.tls import PodTls, Role, TlsFileError
 
     from tandem_cli.doctor.finding import Finding
     from tandem_cli.doctor.system import ask_by_state
+    from tandem_cli.targets import fleet_of
     from tandem_cli.up.state_file import read_state
     from tandem_cli.up.up_plan import certificate_files
 
-    path = state_file or cache_root() / "run" / "20051.json"
     try:
-        record = read_state(path)
-    except FileNotFoundError:
-        fail(
-            f"no `tandem up` runs with the state file {path}; name it with --state-file, a gateway with "
-            "--gateway, or manifests",
-            code=2,
-        )
+        record = read_state(state_file) if state_file else fleet_of(None)
+    except (OSError, ValueError) as error:
+        fail(f"--state-file {state_file} cannot be read: {error}", code=2)
+    if record is None:
+        fail("no `tandem up` runs here; give a gateway with --target, or manifests", code=2)
     if record.tls_dir and access.tls is None:
         try:
             access = replace(access, tls=PodTls(certificate_files(Path(record.tls_dir), Role.GATEWAY)))

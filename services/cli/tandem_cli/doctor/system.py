@@ -140,17 +140,13 @@ async def ask_by_gateways(
 
 async def ask_by_state(record: FleetRecord, access: Access) -> System:
     """Reads the processes of `tandem up`."""
-
-    def targets(role: Role) -> list[str]:
-        return [f"{record.host}:{pod.ports['grpc']}" for pod in record.pods if pod.role == role]
-
     scheme = "https://" if record.serves_tls else ""
     return await ask_by_gateways(
-        [scheme + target for target in targets(Role.GATEWAY)],
+        [scheme + target for target in record.targets(Role.GATEWAY)],
         access,
         RedisAddress(record.redis_url) if record.redis_url else None,
-        targets(Role.LOOKAHEAD),
-        [(role, target) for role in (Role.PREFILL, Role.DECODE) for target in targets(role)],
+        record.targets(Role.LOOKAHEAD),
+        [(role, target) for role in (Role.PREFILL, Role.DECODE) for target in record.targets(role)],
     )
 
 

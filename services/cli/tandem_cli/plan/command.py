@@ -11,7 +11,7 @@ import typer
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import tokens_gained
 
-from tandem_cli.options import fail
+from tandem_cli.options import ApiKeyOption, CaOption, fail
 from tandem_cli.plan import costs as pod_costs
 from tandem_cli.plan.costs import GPUS, SHAPES, DoesNotFitError, ModelShape
 from tandem_cli.plan.fleet_plan import Contention, FleetPlan
@@ -75,8 +75,10 @@ def plan(
     ] = 1.0,
     measured: Annotated[
         str,
-        typer.Option(help="gRPC address of a gateway; its pods report costs and the settings above."),
+        typer.Option(help="Address of a gateway; its pods report costs and the settings above."),
     ] = "",
+    api_key: ApiKeyOption = None,
+    ca: CaOption = None,
     requests: Annotated[int, typer.Option(min=20, help="Requests of the simulation.")] = 300,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="Write a kustomize overlay to this folder.")] = None,
@@ -103,7 +105,7 @@ def plan(
     }
     given: dict[str, Any] = {setting: value for setting, value in settings.items() if value is not None}
     if measured:
-        asked = [_measured(measured, per_hour or 0.0)]
+        asked = [_measured(measured, api_key, ca, per_hour or 0.0)]
         name = f"as measured at {measured}"
     else:
         if gpu not in GPUS:
@@ -190,21 +192,19 @@ def _sizes(gpu: str, model: ModelShape, per_hour: float | None, chunk_size: int)
     return found
 
 
-def _measured(target: str, per_hour: float) -> FleetPlan:
+def _measured(address: str, api_key: str | None, ca: Path | None, per_hour: float) -> FleetPlan:
     """The fleet of the pods that the gateway reports."""
-    import grpc
-    from tandem_proto.v1 import gateway_pb2, gateway_pb2_grpc
+    from tandem_proto.v1 import gateway_pb2
 
+    from tandem_cli import targets
+
+    request, metadata = gateway_pb2.GetFleetStatusRequest(), targets.key_metadata(api_key)
     try:
-        with grpc.insecure_channel(target) as channel:
-            stub = gateway_pb2_grpc.GatewayServiceStub(channel)  # type: ignore[no-untyped-call]
-            pods = stub.GetFleetStatus(gateway_pb2.GetFleetStatusRequest(), timeout=5.0).pods
-    except grpc.RpcError as error:
-        fail(f"--measured {target}: {error.code().name}: {error.details()}")
-    try:
+        with targets.stub(targets.gateway(address, "grpc"), ca) as gateway:
+            pods = gateway.GetFleetStatus(request, timeout=targets.TIMEOUT_S, metadata=metadata).pods
         return measured_fleet([pod.status for pod in pods], per_hour)
-    except ValueError as error:
-        fail(f"--measured {target}: {error}")
+    except (targets.GatewayError, ValueError) as error:
+        fail(f"--measured {address}: {error}")
 
 
 def _misses_alone(fleet: FleetPlan, workload: list[PlannedRequest], slo: SloTarget) -> str:

@@ -37,6 +37,13 @@ class FleetRecord:
     #: Whether the gateway's ports speak TLS.
     serves_tls: bool = False
 
+    def targets(self, role: str, purpose: str = "grpc") -> list[str]:
+        """host:port of each process of a role."""
+        return [f"{self.host}:{pod.ports[purpose]}" for pod in self.pods if pod.role == role]
+
+    def has_port(self, port: str) -> bool:
+        return any(port in map(str, pod.ports.values()) for pod in self.pods)
+
     def pids(self, role: str) -> list[int]:
         """Pids of the running pods of a role."""
         return [pod.pid for pod in self.pods if pod.role == role and pod.pid is not None]

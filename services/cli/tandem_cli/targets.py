@@ -1,0 +1,139 @@
+"""The system that a command talks to: the one with the given address, or the one that runs on this machine.
+
+An address is HOST:PORT, a URL (also OpenAI's base URL) or a port of this machine. Of a system that runs here
+each of its ports leads to the port that the command needs; elsewhere the port must speak its protocol.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import grpc
+import httpx
+import psutil
+from tandem_core.model.registry import cache_root
+from tandem_proto.v1 import gateway_pb2, gateway_pb2_grpc
+from tandem_service.channels import open_public_sync_channel
+
+from tandem_cli.options import fail
+from tandem_cli.up.state_file import FleetRecord, read_state
+
+#: Ports of `tandem up` and of the processes themselves, for gateways without a state file, as in containers.
+_DEFAULTS = {"grpc": "127.0.0.1:20051", "http": "127.0.0.1:8000"}
+_LOCAL = ("127.0.0.1", "localhost", "[::1]", "")
+#: Of calls that only ask whether and what a gateway serves.
+TIMEOUT_S = 5.0
+
+Purpose = Literal["grpc", "http"]
+
+
+class GatewayError(Exception):
+    """The gateway refused the request or cannot be reached."""
+
+
+def running() -> list[FleetRecord]:
+    """The systems of this user that run on this machine; skips what a killed supervisor has left."""
+    found = []
+    for path in sorted((cache_root() / "run").glob("*.json")):
+        try:
+            record, written_s = read_state(path), path.stat().st_mtime
+            # A process that began later has the pid by chance; the clock's resolution is 10 ms.
+            if psutil.Process(record.supervisor_pid).create_time() <= written_s + 1:
+                found.append(record)
+        except (OSError, ValueError, LookupError, TypeError, psutil.Error):
+            continue
+    return found
+
+
+def fleet_of(address: str | None) -> FleetRecord | None:
+    """The system that runs here with this address, or without one the only system; None: there is none.
+    Several systems end the command."""
+    fleets = running()
+    if address is not None:
+        host, _, port = _split(address)[1].rpartition(":")
+        return next((f for f in fleets if host in (*_LOCAL, f.host) and f.has_port(port)), None)
+    if len(fleets) > 1:
+        listed = "".join(f"\n  --target {one.targets('gateway')[0]}  {one.model}" for one in fleets)
+        fail(f"several systems run here; choose one:{listed}", code=2)
+    return fleets[0] if fleets else None
+
+
+def gateway(address: str | None, purpose: Purpose) -> str:
+    """The gateway's address for gRPC (HOST:PORT, with https:// if it has TLS) or its URL for HTTP."""
+    scheme, target = ("", _DEFAULTS[purpose]) if address is None else _split(address)
+    if (fleet := fleet_of(address)) is not None:
+        port = target.rpartition(":")[2]
+        gateways = [pod for pod in fleet.pods if pod.role == "gateway"]
+        chosen = next((pod for pod in gateways if port in map(str, pod.ports.values())), gateways[0])
+        scheme = "https" if fleet.serves_tls else ""
+        target = f"{fleet.host}:{chosen.ports[purpose]}"
+    if purpose == "http":
+        return f"{scheme or 'http'}://{target}"
+    return f"https://{target}" if scheme == "https" else target
+
+
+def _split(address: str) -> tuple[str, str]:
+    """Scheme ("": none) and HOST:PORT."""
+    scheme, _, rest = address.rpartition("://")
+    rest = rest.rstrip("/").removesuffix("/v1")
+    return scheme, f"127.0.0.1:{rest}" if rest.isdigit() else rest
+
+
+@contextmanager
+def stub(target: str, ca_file: Path | None) -> Iterator[gateway_pb2_grpc.GatewayServiceStub]:
+    """For calls to the gateway at a gRPC address, whose errors become GatewayError."""
+    with open_public_sync_channel(target, ca_file) as channel:
+        try:
+            yield gateway_pb2_grpc.GatewayServiceStub(channel)  # type: ignore[no-untyped-call]
+        except grpc.RpcError as error:
+            raise GatewayError(explain(error, target)) from error
+
+
+def served_model(target: str, ca_file: Path | None, api_key: str | None) -> str:
+    """Name of the served model, after a call that shows that the gateway answers. Raises GatewayError."""
+    request = gateway_pb2.ListModelsRequest()
+    with stub(target, ca_file) as gateway:
+        models = gateway.ListModels(request, timeout=TIMEOUT_S, metadata=key_metadata(api_key)).models
+    return models[0].name if models else ""
+
+
+def served_model_http(url: str, ca_file: Path | None, api_key: str | None) -> str:
+    """The first model of any server with OpenAI's API, "" if it lists none. Raises GatewayError."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    verify = True if ca_file is None else ssl.create_default_context(cafile=str(ca_file))
+    try:
+        with httpx.Client(timeout=TIMEOUT_S, verify=verify, trust_env=False) as client:
+            answer = client.get(f"{url}/v1/models", headers=headers)
+    except httpx.HTTPError as error:
+        raise GatewayError(f"no server answers at {url} ({error}); name another with --target") from error
+    if answer.status_code in (401, 403):
+        raise GatewayError(f"{url} refuses the key ({answer.status_code}): --api-key, or TANDEM_API_KEY")
+    try:
+        return str(answer.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        return ""
+
+
+def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def explain(error: grpc.RpcError, target: str) -> str:
+    """One sentence with the cause, and the remedy if the gateway at the target is the problem."""
+    # An RpcError raised by a call is that call, with a code and details.
+    if not isinstance(error, grpc.Call):
+        return str(error)
+    code, details = error.code(), error.details() or ""
+    # The gateway sends metadata at once; if there is some, the gateway is reachable and a pod is not.
+    if code is grpc.StatusCode.UNAVAILABLE and not error.initial_metadata():
+        if "http1.x" in details:
+            return f"{target} is an HTTP port; give the gateway's gRPC port with --target, by default 20051"
+        cause = details.rpartition(": ")[2]
+        return f"no gateway answers at {target} ({cause}); start `tandem up`, or give another --target"
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return f"{details} (--api-key, or TANDEM_API_KEY)"
+    return f"{code.name}: {details}"
