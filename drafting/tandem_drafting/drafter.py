@@ -173,8 +173,8 @@ class Drafter:
         self._grow(trees, requests, max_guesses, share)
         for n, request in enumerate(requests):
             if request.guide is not None and _may_draft(request):
-                request.guide.follow(request.output_token_ids)
-                trees[n] = request.guide.draft(trees[n], min(max_guesses, _room(request)))
+                most = min(max_guesses, _room(request))
+                trees[n] = request.guide.draft(request.output_token_ids, trees[n], most)
         return trees
 
     def _grow(

@@ -269,7 +269,7 @@ class Engine:
                 sequence.request.first_scheduled_ns = time.monotonic_ns()
         num_scored = sum([len(s.scored_positions) for s in batch.sequences])
         listener = self.layer_listener
-        masks = self._verifier.start_masks(batch)
+        self._verifier.mask_workers.start(batch)
         computed = self._runner.execute(
             batch,
             (lambda layer: listener(batch, layer)) if listener is not None else None,
@@ -279,7 +279,7 @@ class Engine:
         if logits.device.type != "cpu" and batch.num_logits_rows:
             sampling = [s for s in batch.sequences if s.samples]
             results = read_back(sampling, logits, NUM_LIKELIEST if self._drafter is not None else 0)
-        verified = self._verifier.verify(batch, logits, results, computed.most_likely, masks)
+        verified = self._verifier.verify(batch, logits, results, computed.most_likely)
         self._runner.compact(batch, [v.path for v in verified])
         self._work_done += 1
         for sequence, seen in zip([s for s in batch.sequences if s.samples], verified, strict=True):
@@ -321,10 +321,13 @@ class Engine:
         return min(1.0 + self._score_s / cost.per_token, _MAX_SCORE_WEIGHT) if cost.per_token else 1.0
 
     def _draft(self) -> None:
-        if self._drafter is None:
-            return
-        decoding = self.scheduler.decoding()
-        if not decoding:
+        decoding = []
+        for request in self.scheduler.decoding():
+            if request.masks is not None:
+                request.draft = request.masks.draft
+            elif not request.waits_for_guide:
+                decoding.append(request)
+        if self._drafter is None or not decoding:
             return
         has_limit = _tightest_token_s(decoding) < math.inf
         share = _SHARE_WITH_PROMPTS if has_limit and self.scheduler.prompt_work() else 1.0
@@ -350,7 +353,7 @@ class Engine:
         outputs = []
         sampling = [s for s in batch.sequences if s.samples]
         for sequence, seen, done in zip(sampling, verified, updates, strict=True):
-            if sequence.beam > 0:
+            if sequence.beam > 0 or not (seen.token_ids or done.finished):
                 continue
             n = len(done.new_token_ids)
             draft = sequence.draft
@@ -385,7 +388,7 @@ class Engine:
         sampling = [s for s in batch.sequences if s.samples]
         for sequence, seen, done in zip(sampling, verified, updates, strict=True):
             rows = [first_row + node for node in seen.path[: len(done.new_token_ids)]]
-            if done.request.search is None:
+            if done.request.search is None and seen.token_ids:
                 emitted.append(Emitted(done.request, done.new_token_ids, rows))
             first_row += sequence.num_logits_rows
         if emitted:

@@ -4,9 +4,8 @@
     a worker thread   masks(): at the end of the output and at each node of the draft, during the forward pass
     engine's thread   verification chooses by the masks
 
-The state is a function of the output, so another pod can make it anew. No two threads use a state, or two
-states of one guide, at the same time: copies of a matcher share their lexer behind a lock, and some calls
-wait for it while they hold the GIL.
+The state is a function of the output, so another pod can make it anew. No two threads use states of one guide
+at the same time (OwnMatcher.lock), and the engine's thread never waits for one.
 """
 
 from __future__ import annotations
@@ -28,13 +27,15 @@ SOURCE = "guide"
 #: A bit per token of the vocabulary, the lowest first: whether the token may come next. uint8.
 Mask: TypeAlias = npt.NDArray[np.uint8]
 #: CPU seconds that a mask may take on average. JSON schemas take 0.01 to 0.05 ms, regular expressions 0.3 ms,
-#: the worst that llguidance's limits let through 10 ms. A batch of 16 at this limit adds 80 ms to a step.
+#: the worst that llguidance's limits let through 10 ms.
 _MASK_S = 0.005
 #: CPU seconds that masks may take beyond that. The first mask of a choice among 4,096 texts takes 14 ms, on a
 #: slow or busy processor several times that.
 _CREDIT_S = 0.1
 #: What a new lexer takes of the credit: compiling the guide, and the text so far.
 _ANEW_S = 0.06
+#: A guide is slow after this many steps with masks over `_MASK_S`; a pause of the machine makes one.
+_SLOW_STEPS = 2
 
 
 class GuideState:
@@ -45,18 +46,36 @@ class GuideState:
         Raises InvalidRequestError. Takes up to 100 ms, more for a guide that it refuses."""
         self._compiler = compiler
         self._guide = guide
-        self._matcher = compiler.matcher(guide)
+        self._matcher, self._lock = compiler.matcher(guide)
         #: Tokens that the matcher has consumed.
         self._text: list[int] = []
         #: CPU seconds that masks may still take.
         self._credit_s = _CREDIT_S
         #: CPU seconds of a mask, lately.
         self._mask_s = 0.0
+        self._num_slow_steps = 0
         self._is_draftable = True
-        began = time.thread_time()
-        #: The mask before any token, until it is used.
-        self._first: Mask | None = self._root()
-        self._charge(time.thread_time() - began, 1)
+        with self._lock:
+            began = time.thread_time()
+            #: The mask before any token.
+            self._first = self._root()
+            self._charge(time.thread_time() - began, 1)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread uses a state of this guide."""
+        return self._lock.locked()
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its masks took long repeatedly. It then gets no drafts, so the engine's thread leaves it
+        alone."""
+        return self._num_slow_steps >= _SLOW_STEPS
+
+    @property
+    def first_mask(self) -> Mask:
+        """The mask before any token."""
+        return self._first
 
     def follow(self, output_token_ids: Sequence[int]) -> None:
         """Brings the state to the end of this output, which begins with what was consumed, or is its
@@ -82,15 +101,16 @@ class GuideState:
         Raises InvalidRequestError when the guide has no text with this beginning, grows too complex, or its
         masks take too long.
         """
-        self.follow(output_token_ids)
-        began = time.thread_time()
-        root = None if self._text else self._first
-        self._first = None
-        masks: list[Mask | None] = [self._root() if root is None else root]
-        if draft is not None:
-            masks += self._node_masks(draft, end_token_ids, began + _MASK_S)
-        self._charge(time.thread_time() - began, sum([mask is not None for mask in masks]))
-        return masks
+        with self._lock:
+            self.follow(output_token_ids)
+            began = time.thread_time()
+            masks: list[Mask | None] = [self._root() if self._text else self._first]
+            if draft is not None:
+                masks += self._node_masks(draft, end_token_ids, began + _MASK_S)
+            seconds, num_masks = time.thread_time() - began, sum([mask is not None for mask in masks])
+            self._num_slow_steps += seconds > num_masks * _MASK_S
+            self._charge(seconds, num_masks)
+            return masks
 
     def _root(self) -> Mask:
         """The mask at the end of the text. Raises InvalidRequestError."""
@@ -105,11 +125,25 @@ class GuideState:
             raise InvalidRequestError("guide", f"cannot go on after {len(self._text)} tokens: {error}")
         return root
 
-    def draft(self, tree: DraftTree | None, max_nodes: int) -> DraftTree | None:
-        """The tree without branches that the guide forbids, behind the text that it forces."""
+    def draft(
+        self, output_token_ids: Sequence[int], tree: DraftTree | None, max_nodes: int
+    ) -> DraftTree | None:
+        """The tree behind this output without branches that the guide forbids, and the text that it forces.
+        None if the guide is slow or busy."""
         if self._mask_s:
             max_nodes = min(max_nodes, int(_MASK_S / self._mask_s))
-        if max_nodes < 1 or not self._is_draftable or self._matcher.is_stopped():  # also after an error
+        if max_nodes < 1 or not self._is_draftable or self.is_slow:
+            return None
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            self.follow(output_token_ids)
+            return self._drafted(tree, max_nodes)
+        finally:
+            self._lock.release()
+
+    def _drafted(self, tree: DraftTree | None, max_nodes: int) -> DraftTree | None:
+        if self._matcher.is_stopped():  # also after an error
             return None
         if tree is not None and len(tree) > max_nodes:
             tree = tree.truncated(max_nodes)
@@ -175,7 +209,8 @@ class GuideState:
             )
 
     def _begin_anew(self) -> None:
-        self._matcher = self._compiler.fresh_matcher(self._guide)
+        # This thread does not hold the new lock, but until it is done only new requests can share the lexer.
+        self._matcher, self._lock = self._compiler.fresh_matcher(self._guide)
         text, self._text = self._text, []
         self.follow(text)
 

@@ -35,6 +35,7 @@ from tandem_engine.prompt_scores import PromptScores
 
 if TYPE_CHECKING:
     from tandem_engine.sampling.processors import TokenHistory
+    from tandem_engine.step_masks import StepMasks
 
 
 class RequestStatus(enum.Enum):
@@ -84,6 +85,8 @@ class Request:
     first_scheduled_ns: int | None = None
     #: Proposal for the next step, set by the engine's loop before scheduling; None: plain decode.
     draft: DraftTree | None = None
+    #: Masks of the step under way, or of one that it sat out; None: none are wanted.
+    masks: StepMasks | None = field(init=False, default=None)
     #: The tokens on which penalties and the like depend, from the first choice that does; None before it.
     history: TokenHistory | None = field(init=False, default=None)
     #: None: the request is no beam search.
@@ -141,6 +144,13 @@ class Request:
     def is_decoding(self) -> bool:
         """Only the last sampled token is missing from the KV cache."""
         return bool(self.output_token_ids) and self.num_uncomputed_tokens == 1
+
+    @property
+    def waits_for_guide(self) -> bool:
+        """Whether its guide works on another thread between two steps, for this request or another."""
+        if self.masks is not None:
+            return not self.masks.are_ready
+        return self.guide is not None and self.guide.is_busy
 
     def token_limit_s(self, now: float) -> float:
         """Seconds per output token that keep its objectives from now on, in monotonic seconds, if each step

@@ -40,7 +40,7 @@ def schema(value: Any) -> Guide:
 
 def allows(model: tuple[GuideCompiler, Tokenizer], guide: Guide, text: str) -> bool:
     compiler, tokenizer = model
-    matcher = compiler.matcher(guide)
+    matcher, _ = compiler.matcher(guide)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
@@ -177,7 +177,7 @@ def test_a_text_cannot_enter_what_would_never_end(
     check_guide(guide)
     assert allows(model, guide, text)
     token_ids = tokenizer.encode(beginning, add_special_tokens=False)
-    assert compiler.matcher(guide).try_consume_tokens(token_ids) < len(token_ids)
+    assert compiler.matcher(guide).matcher.try_consume_tokens(token_ids) < len(token_ids)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_rules_that_name_each_other_thousands_deep_do_not_exhaust_the_stack(
     model: tuple[GuideCompiler, Tokenizer], guide: Guide
 ) -> None:
     check_guide(guide)
-    matcher = model[0].matcher(guide)
+    matcher, _ = model[0].matcher(guide)
     matcher.compute_bitmask()
     assert not matcher.is_error()
 
@@ -311,7 +311,7 @@ def test_an_unknown_special_token_is_refused_by_the_model(model: tuple[GuideComp
 def test_matchers_of_one_guide_do_not_share_their_state(model: tuple[GuideCompiler, Tokenizer]) -> None:
     compiler, tokenizer = model
     guide = Guide.of_choices(["yes", "no"])
-    first, second = compiler.matcher(guide), compiler.matcher(guide)
+    (first, _), (second, _) = compiler.matcher(guide), compiler.matcher(guide)
     assert first.consume_tokens(tokenizer.encode("yes", add_special_tokens=False))
     assert not second.is_accepting()
     assert allows(model, guide, "no")

@@ -32,7 +32,7 @@ def use(compiler: GuideCompiler, guide: Guide, choices: random.Random) -> bool:
     start = time.thread_time()
     try:
         check_guide(guide)
-        matcher = compiler.matcher(guide)
+        matcher, _ = compiler.matcher(guide)
     except InvalidRequestError as error:
         assert str(error).startswith(("guide: ", "json_schema: ")), error
         assert len(str(error)) < 3000

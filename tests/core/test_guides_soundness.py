@@ -114,7 +114,7 @@ def check(model: tuple[GuideCompiler, Tokenizer], schema: object, seed: int, cou
     """Texts tried and accepted."""
     compiler, tokenizer = model
     choices = random.Random(seed)
-    start = compiler.matcher(guide(schema))
+    start, _ = compiler.matcher(guide(schema))
     text = written(start.deep_copy(), tokenizer, choices)
     assert fault(schema, text) == "", text
     assert accepts(start, tokenizer, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import toy_tokenizers
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide, GuideKind
-from tandem_core.model.guides import GuideCompiler
+from tandem_core.model.guides import GuideCompiler, OwnMatcher
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import FinishReason, SamplingParams
@@ -167,15 +168,13 @@ def test_forbidden_branches_go_and_forced_text_comes_first(
     x, a, b, c, d = (ids(tokenizer, letter)[0] for letter in "xabcd")
     # x -> a -> c, x -> d, d
     tree = DraftTree((x, a, c, d, d), (0, 1, 2, 1, 0), ("prompt",) * 5)
-    drafted = state.draft(tree, 8)
+    drafted = state.draft([], tree, 8)
     assert drafted == DraftTree((x, a, c), (0, 1, 2), (SOURCE, "prompt", "prompt"))
-    assert state.draft(tree, 2) == DraftTree((x, a), (0, 1), (SOURCE, "prompt"))
-    assert state.draft(None, 8) == DraftTree((x,), (0,), (SOURCE,))
-    state.follow([x])
-    assert state.draft(None, 8) is None, "the model chooses between a and b"
-    assert state.draft(DraftTree((d, b), (0, 0), ("output", "output")), 8) == DraftTree(
-        (b,), (0,), ("output",)
-    )
+    assert state.draft([], tree, 2) == DraftTree((x, a), (0, 1), (SOURCE, "prompt"))
+    assert state.draft([], None, 8) == DraftTree((x,), (0,), (SOURCE,))
+    assert state.draft([x], None, 8) is None, "the model chooses between a and b"
+    tree = DraftTree((d, b), (0, 0), ("output", "output"))
+    assert state.draft([x], tree, 8) == DraftTree((b,), (0,), ("output",))
 
 
 def test_the_state_follows_the_output_forward_and_back(
@@ -189,8 +188,7 @@ def test_the_state_follows_the_output_forward_and_back(
     assert allowed(state, text) == [2]
     for length in (len(text), 1, 0, 2, len(text)):
         assert allowed(state, text[:length]) == allowed(start(GUIDES[2]), text[:length])
-    fresh.follow([*text, 2])
-    assert fresh.draft(None, 8) is None
+    assert fresh.draft([*text, 2], None, 8) is None
 
 
 def test_a_guide_without_any_text_is_an_error_of_the_request(
@@ -209,8 +207,7 @@ def test_an_output_that_the_guide_forbids_is_an_error_of_the_request(
     start, tokenizer = compiled
     state = start(GUIDES[2])
     text = ids(tokenizer, "nonsense")
-    state.follow(text)
-    assert state.draft(None, 8) is None
+    assert state.draft(text, None, 8) is None
     with pytest.raises(InvalidRequestError, match="guide: cannot go on after 7 tokens"):
         state.masks(text)
 
@@ -280,8 +277,8 @@ class Compiler:
     def __init__(self, *matchers: Matcher) -> None:
         self._matchers = list(matchers)
 
-    def matcher(self, guide: Guide) -> Matcher:
-        return self._matchers.pop(0)
+    def matcher(self, guide: Guide) -> tuple[Matcher, threading.Lock]:
+        return self._matchers.pop(0), threading.Lock()
 
     fresh_matcher = matcher
 
@@ -312,7 +309,7 @@ def test_drafts_of_a_slow_guide_are_cut() -> None:
     tree = DraftTree((5,) * 12, tuple(range(12)), ("prompt",) * 12)
     masks = state.masks([], tree)
     assert 1 < sum(mask is not None for mask in masks) < 6
-    assert len(state.draft(tree, 12) or ()) < 6
+    assert len(state.draft([], tree, 12) or ()) < 6
 
 
 def test_a_lexer_that_others_have_filled_is_replaced() -> None:
@@ -339,6 +336,102 @@ def test_a_guide_that_fails_in_a_draft_goes_on_without_drafts() -> None:
     first, *rest = state.masks([9], tree)
     assert tokens_of(first) == list(range(352))
     assert rest == [None, None]
-    assert state.draft(tree, 8) is None
+    assert state.draft([9], tree, 8) is None
     assert allowed(state, [9, 5]) == list(range(352))
     assert again.text == [9, 5]
+
+
+# -- slow guides in the engine ---------------------------------------------------------------------------
+
+
+class Slowed:
+    """A matcher whose masks, from the second on, wait until they may end."""
+
+    def __init__(self, matcher: object, may_end: threading.Event) -> None:
+        self._matcher = matcher
+        self._may_end = may_end
+        self._num_masks = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._matcher, name)
+
+    def compute_bitmask(self) -> bytes:
+        self._num_masks += 1
+        if self._num_masks > 1:
+            self._may_end.wait(timeout=60)
+        return self._matcher.compute_bitmask()
+
+
+@pytest.mark.parametrize("mode", [SpeculationMode.OFF, SpeculationMode.LOCAL])
+def test_a_sequence_with_a_late_mask_sits_out_and_its_text_is_the_same(
+    folder: Path, alone: list[Completion], monkeypatch: pytest.MonkeyPatch, mode: SpeculationMode
+) -> None:
+    llm, may_end = engine(folder, mode), threading.Event()
+    compiler = llm._parts.guides
+    compiled = compiler.matcher
+    late = [number for number, params in enumerate(SAMPLING) if params.guide is GUIDES[1]]
+
+    def matcher(guide: Guide) -> OwnMatcher:
+        made, lock = compiled(guide)
+        return OwnMatcher(Slowed(made, may_end) if guide is GUIDES[1] else made, lock)
+
+    monkeypatch.setattr(compiler, "matcher", matcher)
+    requests = [llm.begin([5 + n, 9, 7], params) for n, params in enumerate(SAMPLING)]
+    plain = llm.begin([9, 8, 7], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    ended: dict[str, int] = {}
+    held_up: list[float] = []
+    while len(ended) < len(requests) + 1:
+        began = time.monotonic()
+        for output in llm.engine.step():
+            assert output.error is None
+            assert output.token_ids, "who sits out shows nothing"
+            if output.finished:
+                ended[output.request.request_id] = len(ended)
+        held_up.append(time.monotonic() - began)
+        if not may_end.is_set() and len(ended) == len(requests) + 1 - len(late):
+            assert all(len(requests[n].output_token_ids) == 1 for n in late), (
+                "the guide's first mask was there"
+            )
+            may_end.set()
+    assert plain.request_id in ended
+    assert sorted(held_up)[len(held_up) // 2] < 1, "the others do not wait for the late masks"
+    assert [request.output_token_ids for request in requests] == [c.token_ids for c in alone]
+    assert llm.engine.scheduler.check() == []
+
+
+def test_a_request_that_sits_out_can_be_aborted_and_preempted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, may_end = engine(folder), threading.Event()
+    compiler = llm._parts.guides
+    compiled = compiler.matcher
+    monkeypatch.setattr(
+        compiler, "matcher", lambda guide: OwnMatcher(Slowed(compiled(guide)[0], may_end), threading.Lock())
+    )
+    stays, leaves = (llm.begin([5, 9, 7], SamplingParams(max_tokens=30, guide=JSON, seed=n)) for n in (1, 2))
+    for _ in range(4):
+        llm.engine.step()
+    assert [len(r.output_token_ids) for r in (stays, leaves)] == [1, 1]
+    llm.engine.abort(leaves.request_id)
+    llm.engine.scheduler._queues._preempt(stays)
+    may_end.set()
+    while llm.engine.has_work():
+        llm.engine.step()
+    fresh = engine(folder).generate([[5, 9, 7]], SamplingParams(max_tokens=30, guide=JSON, seed=1))[0]
+    assert stays.output_token_ids == fresh.token_ids
+    assert llm.engine.scheduler.check() == []
+
+
+def test_a_guide_that_was_slow_twice_gets_no_drafts_and_another_thread() -> None:
+    state = GuideState(Compiler(Matcher([0.0, 0.02, 0.02] + [0.0] * 10)), JSON)
+    assert state.draft([], None, 8) is not None
+    assert [state.masks([5] * n) and state.is_slow for n in (1, 2, 3)] == [False, True, True]
+    assert state.draft([5] * 3, None, 8) is None
+
+
+def test_no_draft_waits_for_a_guide_that_is_busy() -> None:
+    state = GuideState(Compiler(Matcher()), JSON)
+    with state._lock:
+        assert state.is_busy
+        assert state.draft([], None, 8) is None
+    assert state.draft([], None, 8) is not None

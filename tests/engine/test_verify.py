@@ -352,6 +352,8 @@ def test_a_row_of_no_numbers_is_the_error_of_its_sequence(mode: str, worst: floa
 class Guide:
     """Allows any token where it has a mask."""
 
+    is_slow = False
+
     def __init__(self, has_mask: list[bool]) -> None:
         self.has_mask = has_mask
         self.threads: list[str] = []
@@ -360,6 +362,12 @@ class Guide:
         self.threads.append(threading.current_thread().name)
         everything = np.array([0xFF], dtype=np.uint8)
         return [everything if has_mask else None for has_mask in self.has_mask]
+
+
+def verify_guided(sequences: list[ScheduledSequence], logits: torch.Tensor) -> list[Verified]:
+    verifier, batch = Verifier(), Batch(tuple(sequences))
+    verifier.mask_workers.start(batch)
+    return verifier.verify(batch, logits)
 
 
 class Panic(BaseException):
@@ -373,9 +381,11 @@ def test_a_guide_that_fails_is_the_error_of_its_sequence() -> None:
     params = dataclasses.replace(GREEDY, guide=guide.Guide(guide.GuideKind.REGEX, ".*"))
     failing, good = Guide([True]), Guide([True])
     failing.masks = panics
-    requests = [Request(str(n), list(PROMPT), params, guide=state) for n, state in enumerate((failing, good))]
-    logits = ALWAYS_4[:2]
-    first, second = Verifier().verify(Batch(tuple(scheduled(one, None) for one in requests)), logits)
+    requests = [
+        Request(str(n), list(PROMPT), params, guide=state, output_token_ids=[0])
+        for n, state in enumerate((failing, good))
+    ]
+    first, second = verify_guided([scheduled(one, None) for one in requests], ALWAYS_4[:2])
     assert "in Rust" in str(first.error)
     assert (second.error, second.token_ids) == (None, (4,))
 
@@ -385,6 +395,6 @@ def test_the_walk_stops_before_a_node_without_a_mask(num_masks: int) -> None:
     params = dataclasses.replace(GREEDY, guide=guide.Guide(guide.GuideKind.REGEX, ".*"))
     state = Guide([node < num_masks for node in range(4)])
     request = Request("r", list(PROMPT), params, guide=state, output_token_ids=[0])
-    (result,) = Verifier().verify(Batch((scheduled(request, CHAIN),)), ALWAYS_4)
+    (result,) = verify_guided([scheduled(request, CHAIN)], ALWAYS_4)
     assert result.token_ids == (4,) * num_masks
     assert state.threads != [threading.current_thread().name]

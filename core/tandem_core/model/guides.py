@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -73,6 +73,15 @@ def check_guide(guide: Guide) -> None:
         raise
 
 
+class OwnMatcher(NamedTuple):
+    """A matcher before any token."""
+
+    matcher: LLMatcher
+    #: To hold while the matcher is used. Matchers of a guide share their lexer behind a lock of the library,
+    #: and some calls wait for that one without giving up the GIL.
+    lock: threading.Lock
+
+
 class GuideCompiler:
     """Belongs to a model, and to any thread. Takes a second to make for a large vocabulary, without giving up
     the GIL."""
@@ -90,18 +99,18 @@ class GuideCompiler:
             raise ModelLoadError(f"{folder}: guides cannot use its tokenizer ({error})") from error
         self._lock = threading.Lock()
         #: Initial matchers by guide, the most recently used last; requests get copies.
-        self._kept: OrderedDict[Guide, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[Guide, OwnMatcher] = OrderedDict()
 
-    def matcher(self, guide: Guide) -> LLMatcher:
-        """A new one, before any token, that shares its lexer with others of this guide. Raises
-        InvalidRequestError. May take 100 ms; gives up the GIL."""
+    def matcher(self, guide: Guide) -> OwnMatcher:
+        """A new one that shares its lexer with others of this guide. Raises InvalidRequestError. May take
+        100 ms; gives up the GIL."""
         with self._lock:
             kept = self._kept.get(guide)
             if kept is not None:
                 self._kept.move_to_end(guide)
-        return self.fresh_matcher(guide) if kept is None else kept.deep_copy()
+        return self.fresh_matcher(guide) if kept is None else OwnMatcher(kept.matcher.deep_copy(), kept.lock)
 
-    def fresh_matcher(self, guide: Guide) -> LLMatcher:
+    def fresh_matcher(self, guide: Guide) -> OwnMatcher:
         """As `matcher`, with a new lexer; matchers made later share that one."""
         if not self.has_end:
             raise InvalidRequestError("guide", "the model has no end token; use a model that has one")
@@ -109,12 +118,13 @@ class GuideCompiler:
         made = _on_deep_stack(lambda: LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS))
         if made.is_error():
             raise _unusable(guide, made.get_error())
+        kept = OwnMatcher(made, threading.Lock())
         with self._lock:
-            self._kept[guide] = made
+            self._kept[guide] = kept
             self._kept.move_to_end(guide)
             while len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
-        return made.deep_copy()
+        return OwnMatcher(made.deep_copy(), kept.lock)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of forced text, for drafts."""

@@ -10,32 +10,27 @@ sampled as without a draft, with the same random numbers, so drafts change only 
 The walk also stops at a token that ends the text, and at a node without a mask of the request's guide. The
 scheduler applies limits, the pod stop strings.
 
-An exception while one sequence is verified is that sequence's result; the others go on.
+An exception while one sequence is verified is that sequence's result; the others go on. A sequence whose
+masks are late sits the step out (step_masks.py).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from tandem_core.errors import InvariantError
-from tandem_core.guide import Guide
 from tandem_core.sampling import TokenLogprobs
 from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
-from tandem_engine.guided import GuideState, Mask
+from tandem_engine.guided import Mask
 from tandem_engine.sampling.custom import NO_PROCESSORS, LogitsProcessors
 from tandem_engine.sampling.device import StepResults
 from tandem_engine.sampling.sampler import TokenChooser, checked
-
-#: By request id: the masks of its guide at each node of its draft, see GuideState.masks.
-StepMasks: TypeAlias = Mapping[str, Future[list[Mask | None]]]
+from tandem_engine.step_masks import MaskWorkers
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class Verified:
     one, the bonus, is no node: its KV is not computed yet.
     """
 
-    #: At least one.
+    #: At least one; none if the sequence sits the step out, and then nothing of its draft stays either.
     token_ids: tuple[int, ...]
     #: Nodes whose KV stays, in order; the root (0) first.
     path: tuple[int, ...]
@@ -58,7 +53,8 @@ class Verified:
     error: Exception | None = None
 
     def __post_init__(self) -> None:
-        if not len(self.token_ids) == len(self.path) == len(self.accepted_sources) + 1:
+        num_accepted = max(len(self.token_ids) - 1, 0)
+        if not (len(self.token_ids) == len(self.path) and len(self.accepted_sources) == num_accepted):
             raise InvariantError("every emitted token is chosen at one node of the path")
 
 
@@ -74,19 +70,7 @@ class Verifier:
         self.work_done = 0
         #: "": none is being verified.
         self.verified_request_id = ""
-        self._workers = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="guide")
-
-    def start_masks(self, batch: Batch) -> StepMasks:
-        """Begins to compute what guides allow, on other threads; needs no logits."""
-        masks: dict[str, Future[list[Mask | None]]] = {}
-        by_guide: defaultdict[Guide | None, list[tuple[ScheduledSequence, GuideState]]] = defaultdict(list)
-        for sequence in batch.sequences:
-            if sequence.samples and sequence.request.guide is not None:
-                masks[sequence.request.request_id] = Future()
-                by_guide[sequence.request.sampling.guide].append((sequence, sequence.request.guide))
-        for guided in by_guide.values():
-            self._workers.submit(_fill_masks, guided, masks)
-        return masks
+        self.mask_workers = MaskWorkers()
 
     def verify(
         self,
@@ -94,14 +78,13 @@ class Verifier:
         logits: Tensor,
         results: StepResults | None = None,
         most_likely: list[int] | None = None,
-        masks: StepMasks | None = None,
     ) -> list[Verified]:
         """One result per sampling sequence, in batch order; logits [R, V] float32, R = batch.num_logits_rows.
 
         results: what was read back of logits on a device. There all nodes of a draft are decided beforehand;
         on the host only nodes that are visited are worth the time. most_likely: the token of each row's
-        largest logit, -1 for a row that holds NaN or +inf; None: not known. masks: from `start_masks`. Must
-        be called before the step's tokens are added to the requests.
+        largest logit, -1 for a row that holds NaN or +inf; None: not known. Must be called before the step's
+        tokens are added to the requests, and after `mask_workers.start`.
         """
         if logits.ndim != 2 or logits.shape[0] != batch.num_logits_rows:
             raise InvariantError(
@@ -114,8 +97,7 @@ class Verifier:
             and (s.request.sampling.is_greedy or results is not None)
             for s in sampling
         ]
-        if masks is None:
-            masks = self.start_masks(batch)
+        self.mask_workers.wait(batch)
         decided: list[int] = []
         if any(is_decided):
             decided = results.token_ids if results is not None else most_likely or _argmax(logits)
@@ -140,6 +122,8 @@ class Verifier:
                         )
                         search.advance(torch.log_softmax(rows_of_beams.float(), dim=-1).numpy())
                     verified.append(_NO_RESULT)
+                elif request.masks is not None and not request.masks.are_ready:
+                    verified.append(_SITS_OUT)
                 else:
                     choices = decided[first_row:end_row] if is_known else None
                     rows = None
@@ -147,7 +131,10 @@ class Verifier:
                         rows = results.rows.get(n)
                     elif choices is None or request.sampling.logprobs is not None:
                         rows = logits[first_row:end_row]
-                    allowed = masks[request.request_id].result() if request.guide is not None else None
+                    step, request.masks = request.masks, None
+                    if step is None and request.guide is not None:
+                        raise InvariantError("the masks of a guide were not begun")
+                    allowed = step.masks.result() if step is not None else None
                     verified.append(_verify_sequence(sequence, rows, choices, allowed, self.custom))
             except Exception as error:
                 verified.append(replace(_NO_RESULT, error=error))
@@ -158,16 +145,7 @@ class Verifier:
 
 #: For a beam search, which has the step's result itself, and for a sequence that failed.
 _NO_RESULT = Verified((0,), (0,), (), ())
-
-
-def _fill_masks(guided: Sequence[tuple[ScheduledSequence, GuideState]], masks: StepMasks) -> None:
-    """For sequences with the same guide, one after the other: see guided.py."""
-    for sequence, state in guided:
-        request, future = sequence.request, masks[sequence.request.request_id]
-        try:
-            future.set_result(state.masks(request.output_token_ids, sequence.draft, request.eos_token_ids))
-        except BaseException as error:  # panics of libraries in Rust are no Exceptions
-            future.set_exception(error if isinstance(error, Exception) else InvariantError(repr(error)))
+_SITS_OUT = Verified((), (), (), ())
 
 
 def _argmax(logits: Tensor) -> list[int]:

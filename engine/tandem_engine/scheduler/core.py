@@ -147,7 +147,7 @@ class Scheduler:
         if self._in_flight is not None:
             raise InvariantError("the last batch has not come back through update()")
         self._queues.admit()
-        able = self._queues.secure_next_tokens()
+        able = [r for r in self._queues.secure_next_tokens() if not r.waits_for_guide]
         decoding = [r for r in able if r.is_decoding]
         prefilling = [r for r in able if not r.is_decoding]
         budget = self.config.max_tokens_per_step - sum([r.num_places for r in decoding])
@@ -274,8 +274,10 @@ class Scheduler:
             return self._apply_search(sequence, request.search)
         update = append_tokens(request, verified.token_ids, self.config.max_model_len)
         num_valid = sequence.num_new_tokens if sequence.draft is None else len(verified.path)
-        # A text that ended inside the accepted path leaves KV beyond its end.
-        request.num_computed_tokens = min(sequence.start + num_valid, request.num_tokens)
+        # A text that ended inside the accepted path leaves KV beyond its end. One that sat the step out needs
+        # the logits of its last token again.
+        most = request.num_tokens - (not verified.token_ids)
+        request.num_computed_tokens = min(sequence.start + num_valid, most)
         self._blocks.commit(request)
         if update.finished:
             self._retire(request)

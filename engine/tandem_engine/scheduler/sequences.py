@@ -30,7 +30,8 @@ class VerifiedTokens(Protocol):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Tokens emitted, 1..n: the accepted guesses and one more from the target."""
+        """Tokens emitted: the accepted guesses and one more from the target; none if the sequence sits the
+        step out."""
 
     @property
     def path(self) -> tuple[int, ...]:
@@ -125,6 +126,8 @@ def check_verified(sequence: ScheduledSequence, verified: VerifiedTokens) -> Non
     Raises InvariantError unless the path descends from the root and its nodes are the emitted tokens.
     """
     path, token_ids, draft = verified.path, verified.token_ids, sequence.draft
+    if not path and not token_ids and sequence.request.guide is not None:
+        return
     good = len(path) == len(token_ids) and path[:1] == (0,) and (draft is not None or len(path) == 1)
     if good and draft is not None:
         good = all(

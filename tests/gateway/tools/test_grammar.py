@@ -87,7 +87,7 @@ async def test_the_grammar_allows_only_calls_of_the_format(case, model, subtests
     )
 
     def is_allowed(text: str) -> bool:
-        matcher = compiler.matcher(guide)
+        matcher, _ = compiler.matcher(guide)
         ids = tokenizer.encode(text, add_special_tokens=False)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 

@@ -1,0 +1,92 @@
+"""What guides allow in a step, computed by other threads during the forward pass.
+
+A sequence whose masks are missing when the step's logits are there sits the step out: it gets no token, and
+computes the same position again, with the same draft, in a later step. So a slow guide delays its own request
+and those with the same guide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+from tandem_core.errors import InvariantError
+from tandem_core.guide import Guide
+
+from tandem_engine.batch import Batch
+from tandem_engine.draft_tree import DraftTree
+from tandem_engine.guided import GuideState, Mask
+from tandem_engine.request import Request
+
+#: Time that a step waits for masks after its logits.
+_PATIENCE_S = 0.005
+#: More than there are cores, so that few slow masks hold up no fast ones. With many more, slow ones take the
+#: forward pass its cores.
+_NUM_WORKERS = 8
+#: Niceness of the thread for slow guides: beside others it gets a tenth of a core.
+_NICENESS = 10
+
+
+@dataclass(frozen=True)
+class StepMasks:
+    """Masks of one sequence in one step, as `GuideState.masks` gives them."""
+
+    draft: DraftTree | None
+    masks: Future[list[Mask | None]] = field(default_factory=Future)
+
+    @property
+    def are_ready(self) -> bool:
+        return self.masks.done()
+
+
+class MaskWorkers:
+    """Threads that compute masks, one of them for slow guides."""
+
+    def __init__(self) -> None:
+        self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="guide")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-guide", initializer=_be_nice)
+
+    def start(self, batch: Batch) -> None:
+        """Begins the masks of sequences that have none from a step that they sat out."""
+        by_guide: defaultdict[Guide | None, list[tuple[Request, GuideState]]] = defaultdict(list)
+        for sequence in batch.sequences:
+            request, state = sequence.request, sequence.request.guide
+            if state is None or not sequence.samples or request.masks is not None:
+                continue
+            request.masks = StepMasks(sequence.draft)
+            if request.output_token_ids or sequence.draft is not None:
+                by_guide[request.sampling.guide].append((request, state))
+            else:
+                request.masks.masks.set_result([state.first_mask])
+        for guided in by_guide.values():
+            is_slow = any(state.is_slow for _, state in guided)
+            (self._slow if is_slow else self._workers).submit(_compute, guided)
+
+    @staticmethod
+    def wait(batch: Batch) -> None:
+        """Waits a little for masks that are not ready."""
+        masks = [s.request.masks.masks for s in batch.sequences if s.samples and s.request.masks is not None]
+        wait(masks, timeout=_PATIENCE_S)
+
+
+def _compute(guided: Sequence[tuple[Request, GuideState]]) -> None:
+    """For requests with the same guide, one after the other."""
+    for request, state in guided:
+        step = request.masks
+        if step is None:
+            continue
+        try:
+            masks = state.masks(request.output_token_ids, step.draft, request.eos_token_ids)
+            step.masks.set_result(masks)
+        except BaseException as error:  # panics of libraries in Rust are no Exceptions
+            step.masks.set_exception(error if isinstance(error, Exception) else InvariantError(repr(error)))
+
+
+def _be_nice() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone has priorities of threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
