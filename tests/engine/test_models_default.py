@@ -89,7 +89,7 @@ def run_chunks(decoder: Decoder, ids: list[int], chunk_size: int) -> Tensor:
 
 def test_manifest(folder: Path) -> None:
     manifest = ModelManifest.read(folder)
-    assert manifest.eos_token_ids == (2,)
+    assert manifest.eos_token_ids == (0, 2, 4)  # the end of a text, of a turn, and a mark between files
     assert manifest.eos_token == "<|im_end|>"
     assert manifest.license == "apache-2.0"
     assert (manifest.max_model_len, manifest.vocab_size, manifest.add_bos) == (8192, 49152, False)

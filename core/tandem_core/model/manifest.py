@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tandem_core.errors import ModelLoadError
+from tandem_core.errors import InvalidRequestError, ModelLoadError
 from tandem_core.model.json_file import read_object
+from tandem_core.sampling import SamplingParams
 
 MANIFEST_NAME = "tandem.json"
 
@@ -46,10 +49,30 @@ class ModelManifest:
     #: Bits of the packing, 4 or 8, that the quantized projections need at least; 0: they are not quantized.
     #: None: the manifest predates this field (model_loader.source_bits fills it in).
     weight_bits: int | None = None
+    #: The model's recommendation for fields of SamplingParams that a request leaves out. None: the manifest
+    #: predates this field (model_loader.complete fills it in).
+    recommended_sampling: Mapping[str, float] | None = None
 
     def write(self, folder: Path) -> None:
+        """Replaces the file at once, for processes that read it."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
-        (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+        temporary = folder / f".{MANIFEST_NAME}.new"
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(folder / MANIFEST_NAME)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """`recommended_sampling` as arguments of SamplingParams. Raises ModelLoadError for a value out of
+        range."""
+        found = dict(self.recommended_sampling or {})
+        try:
+            SamplingParams(**found)  # type: ignore[arg-type]
+        except (InvalidRequestError, TypeError) as error:
+            raise ModelLoadError(
+                f"the sampling that {self.name} recommends cannot be used ({error}); correct it in its "
+                f"{MANIFEST_NAME}, or start with --generation-config none"
+            ) from error
+        return found
 
     def limited_to(self, max_model_len: int) -> ModelManifest:
         """A manifest with a shorter context; 0: the model's own. Raises ModelLoadError for a longer one."""

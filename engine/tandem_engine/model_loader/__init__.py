@@ -1,6 +1,7 @@
 """From a reference to a decoder that is ready to run.
 
 pull(ref)             -> models/<name>/: config.json, tokenizer.json, tandem.json
+complete(folder)      -> the same, where an earlier version made them
 remove(name)          -> that folder deleted, unless a process uses it
 pull_tokenizer(ref)   -> tokenizers/<name>/: the same, for a gateway
 ensure_weights(...)   -> models/<name>/model-<dtype>.safetensors, converted on first demand
@@ -20,7 +21,7 @@ from tandem_core.model.registry import DEFAULT_MODEL
 
 from tandem_engine.model_loader.description import ModelDescription
 from tandem_engine.model_loader.files import OnProgress
-from tandem_engine.model_loader.pull import pull, pull_tokenizer
+from tandem_engine.model_loader.pull import complete, pull, pull_tokenizer
 from tandem_engine.model_loader.remove import RemovedModel, remove
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "ModelDescription",
     "OnProgress",
     "RemovedModel",
+    "complete",
     "describe",
     "ensure_weights",
     "load_decoder",

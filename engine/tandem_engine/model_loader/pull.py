@@ -13,13 +13,17 @@ continues with that. Weights are converted later, on demand (convert.py).
 References and models that are refused are refused before torch and other large packages are imported.
 
 A local source is referred to, not copied, except for llama2.c's, which is rewritten (llama2c.py).
+
+`complete` brings a folder of an earlier version up to date, from the source that it refers to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,6 +82,7 @@ def _made(
         with locked(root / f".{folder.name}.lock"):
             if (folder / MANIFEST_NAME).is_file():
                 _check_same_source(folder, ref)
+                complete(folder)
                 return folder
             fresh = folder.with_name(f".{folder.name}.new")
             fresh.mkdir(parents=True, exist_ok=True)
@@ -95,6 +100,39 @@ def _made(
             "TANDEM_HOME to a writable folder"
         ) from error
     return folder
+
+
+def complete(folder: Path) -> None:
+    """Adds what manifests of earlier versions lack: all end tokens, and the recommended sampling. Leaves a
+    folder as it is whose source is gone, or that cannot be written."""
+    manifest = ModelManifest.read(folder)
+    if manifest.recommended_sampling is not None or not manifest.weights:
+        return
+    weights = folder / manifest.weights
+    source = weights if weights.suffix == ".gguf" or weights.is_dir() else weights.parent
+    from tandem_engine.model_loader.tokenizer_files import write_tokenizer
+
+    with (
+        contextlib.suppress(ModelLoadError, OSError),
+        tempfile.TemporaryDirectory(prefix=".", dir=folder) as fresh,
+    ):
+        tokenizer = write_tokenizer(source, Path(fresh))
+        sampling = _sampling(manifest.source, source)
+        (Path(fresh) / "tokenizer.json").replace(folder / "tokenizer.json")
+        replace(
+            manifest,
+            eos_token_ids=tokenizer.eos_token_ids,
+            tokenizer_hash=tokenizer.tokenizer_hash,
+            recommended_sampling=sampling,
+        ).write(folder)
+
+
+def _sampling(source: str, checkpoint: Path) -> dict[str, float]:
+    """What the model's own files recommend, else the catalogue."""
+    from tandem_engine.model_loader.generation_config import recommended_sampling
+
+    packaged = next((entry.sampling for entry in catalogue().values() if entry.source == source), {})
+    return {**packaged, **recommended_sampling(checkpoint)}
 
 
 def _name_of(ref: str) -> str:
@@ -310,6 +348,7 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
         add_bos=tokenizer.add_bos,
         weights=str(weights.relative_to(fresh)) if inside else str(weights),
         weight_bits=bits,
+        recommended_sampling=_sampling(origin.source, checkpoint),
     ).write(fresh)
     if weights is not origin.weights and origin.weights.is_relative_to(fresh):
         origin.weights.unlink()

@@ -500,19 +500,25 @@ class ModelInfo(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    RECOMMENDED_SAMPLING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     revision: _builtins.str
     max_model_len: _builtins.int
+    @_builtins.property
+    def recommended_sampling(self) -> _common_pb2.SamplingParams:
+        """Used for the fields that a request leaves out."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         revision: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
+        recommended_sampling: _common_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["recommended_sampling", b"recommended_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "name", b"name", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "name", b"name", "recommended_sampling", b"recommended_sampling", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,7 +37,8 @@ _RESUME_LIMIT_S, _RESUME_INTERVAL_S = 15.0, 0.5
 class ChatOptions:
     target: str
     system: str | None
-    temperature: float
+    #: None: as the model recommends.
+    temperature: float | None
     max_tokens: int
     seed: int | None
     slo_class: str

@@ -115,7 +115,7 @@ def certificates(
 def chat(
     target: TargetOption = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    temperature: TemperatureOption = 0.0,
+    temperature: TemperatureOption = None,
     max_tokens: MaxTokensOption = 512,
     seed: SeedOption = None,
     slo_class: Annotated[str, typer.Option(help="SLO class; default: the gateway's.")] = "",
@@ -179,7 +179,7 @@ def generate(
         bool,
         typer.Option("--chat/--raw", help="Apply the model's chat template, or complete the text as is."),
     ] = True,
-    temperature: TemperatureOption = 0.0,
+    temperature: TemperatureOption = None,
     max_tokens: MaxTokensOption = 256,
     seed: SeedOption = None,
     speculation: Annotated[
@@ -188,6 +188,8 @@ def generate(
     ] = SpeculationMode.LOCAL,
 ) -> None:
     """Generate in this process, without pods."""
+    import dataclasses
+
     from tandem_core.errors import TandemError
     from tandem_core.model.conversation import Message
     from tandem_core.sampling import SamplingParams
@@ -204,8 +206,10 @@ def generate(
         text = sys.stdin.read() if prompt == "-" else prompt
         if not text.strip():
             fail("the prompt is empty; give some text")
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed or 0)
         llm = LLM(folder, drafter=drafter_for(speculation), dtype=dtype, quantization=quantization)
+        sampling = SamplingParams(**{**llm.manifest.sampling, "max_tokens": max_tokens, "seed": seed or 0})
+        if temperature is not None:
+            sampling = dataclasses.replace(sampling, temperature=temperature)
         tokens = llm.tokenizer
         prompt_ids = tokens.encode_chat([Message("user", text)]) if as_chat else tokens.encode(text)
         for piece in llm.stream(prompt_ids, sampling):

@@ -107,6 +107,7 @@ def show_model(
     computed = [shown.dtype, *([shown.quantization] if shown.quantization != "none" else [])]
     computed += ["packed for the compiled kernels"] if shown.packed else []
     state = "converted" if is_converted else "converted at the first start"
+    sampling = manifest.recommended_sampling or {}
     rows = {
         "family": f"{manifest.architecture}, {shown.num_parameters / 1e6:,.0f} million parameters",
         "formats": formats,
@@ -118,6 +119,7 @@ def show_model(
         f"{megabytes(shown.working_bytes)} for the largest step and {megabytes(shown.transfer_bytes)} for KV "
         "transfers (default settings)",
         "chat template": _template(manifest.chat_template),
+        "sampling": ", ".join(f"{name} {value}" for name, value in sampling.items()) or "no recommendation",
         "licence": manifest.license,
         "source": manifest.source,
         "folder": str(folder),

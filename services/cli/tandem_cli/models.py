@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from tandem_core.errors import ModelLoadError
 from tandem_core.model import registry
 from tandem_core.model.catalogue import catalogue
+from tandem_core.model.manifest import ModelManifest
 
 from tandem_cli.options import megabytes
 
@@ -28,7 +29,14 @@ _LARGE_BYTES = 50_000_000
 
 def obtain(name_or_path: str) -> Path:
     """The model's folder; pulls a model that is not on this machine. Raises ModelLoadError."""
-    return registry.find(name_or_path) or pull(name_or_path)
+    folder = registry.find(name_or_path)
+    if folder is None:
+        return pull(name_or_path)
+    if ModelManifest.read(folder).recommended_sampling is None:
+        from tandem_engine.model_loader import complete
+
+        complete(folder)
+    return folder
 
 
 def pull(reference: str) -> Path:

@@ -41,7 +41,10 @@ CaOption = Annotated[
 ApiKeyOption = Annotated[
     str | None, typer.Option(envvar="TANDEM_API_KEY", help="Key, if the gateway requires one.")
 ]
-TemperatureOption = Annotated[float, typer.Option(min=0.0, max=2.0, help="0 picks the likeliest token.")]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=2.0, help="0 picks the likeliest token; unset: as the model recommends."),
+]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Equal seeds give equal texts.")]
 

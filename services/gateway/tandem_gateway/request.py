@@ -200,8 +200,10 @@ def complete_sampling(
     num_prompt_tokens: int,
     max_model_len: int,
     vocab_size: int,
+    recommended: Mapping[str, Any],
 ) -> SamplingParams:
-    """The given fields, with defaults for the others: 512 tokens or what the context leaves, a random seed.
+    """The given fields, with defaults for the others: the model's recommendation, 512 tokens or what the
+    context leaves, a random seed. A beam search compares the model's own probabilities.
 
     Raises InvalidRequestError or ContextLengthError naming field, limit and remedy.
     """
@@ -218,7 +220,9 @@ def complete_sampling(
             f"{given['max_tokens']} is over the {room} tokens that the prompt of {num_prompt_tokens} leaves "
             f"in the model's context of {max_model_len}: ask for at most {room} or shorten the prompt",
         )
-    defaults = {"max_tokens": min(DEFAULT_MAX_TOKENS, room), "seed": secrets.randbits(63)}
-    sampling = SamplingParams(**{**defaults, **given})
+    max_tokens = min(recommended.get("max_tokens", DEFAULT_MAX_TOKENS), room)
+    defaults = {} if given.get("beam_search") else recommended
+    own = {"max_tokens": max_tokens, "seed": secrets.randbits(63)}
+    sampling = SamplingParams(**{**defaults, **own, **given})
     sampling.check_vocabulary(vocab_size)
     return sampling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 from tandem_service.channels import MAX_MESSAGE_BYTES
@@ -43,6 +43,9 @@ class GatewaySettings(RedisSettings):
     """model folder with tandem.json and tokenizer.json"""
     max_model_len: Annotated[int, Field(ge=0)] = 0
     """longest text, prompt and answer, in tokens, the same as for the pods; 0: the model's context"""
+    generation_config: Literal["auto", "none"] = "auto"
+    """sampling of requests that leave it out; auto: as the model's files recommend; none: OpenAI's defaults
+    """
     decode: Annotated[Targets, Field(min_length=1)]
     """decode pods, host:port[,host:port...]; a DNS name means all its addresses, k8s://SERVICE:PORT the
     pods of a Kubernetes Service"""

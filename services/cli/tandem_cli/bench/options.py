@@ -13,7 +13,7 @@ from tandem_core.speculation import SpeculationMode
 from tandem_cli.bench import BenchError as BenchError
 from tandem_cli.bench.prompts import WORKLOADS
 from tandem_cli.bench.requests import Tenant, parse_mix, parse_tenants
-from tandem_cli.options import ApiKeyOption, CaOption, TargetOption, TemperatureOption
+from tandem_cli.options import ApiKeyOption, CaOption, TargetOption
 
 
 class Point(NamedTuple):
@@ -73,7 +73,7 @@ class BenchOptions:
     ] = ""
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 128
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Always generate --max-tokens.")] = False
-    temperature: TemperatureOption = 0.0
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 picks the likeliest token.")] = 0.0
     seed: Annotated[int, typer.Option(min=0, help="Seed of departures, prompts and sampling.")] = 0
     slo_class: Annotated[
         str, typer.Option(help="interactive, chat, batch, or one of --slo-classes-file.")

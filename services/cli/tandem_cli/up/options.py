@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from tandem_core.speculation import SpeculationMode
@@ -72,6 +72,10 @@ class FleetOptions:
     max_model_len: Annotated[
         int, typer.Option(help="Longest text, prompt and answer, in tokens; 0: the model's context.")
     ] = 0
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        typer.Option(help="Sampling left out by requests: as the model recommends, or OpenAI's defaults."),
+    ] = "auto"
     speculation: Annotated[
         SpeculationMode,
         typer.Option(

@@ -129,6 +129,7 @@ class _Planner:
             flags += ["--prefill", _targets(prefill)]
         if options.max_model_len:
             flags += ["--max-model-len", str(options.max_model_len)]
+        flags += ["--generation-config", options.generation_config]
         if options.api_keys_file is not None:
             flags += ["--api-keys-file", str(options.api_keys_file)]
         if options.no_api_keys:

@@ -106,6 +106,8 @@ class Gateway:
         self.manifest = tokenizer.manifest
         self.fleet = fleet
         self.settings = settings
+        #: For the fields of SamplingParams that a request leaves out.
+        self.recommended_sampling = self.manifest.sampling if settings.generation_config == "auto" else {}
         self._forms = AnswerForms(tokenizer, settings.tool_format, splits_reasoning=settings.split_reasoning)
         self._admission = admission
         self._rates = TokenRates()
@@ -286,6 +288,7 @@ class Gateway:
             num_prompt_tokens=len(token_ids),
             max_model_len=manifest.max_model_len,
             vocab_size=manifest.vocab_size,
+            recommended=self.recommended_sampling,
         )
         timeout_s = self.settings.request_timeout_s
         if received.timeout_s is not None:

@@ -200,8 +200,9 @@ class ResponsesRenderer(TypedEventsRenderer):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._output if usage is not None else [],
             "usage": None if usage is None else _usage(usage),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            # They were sent to the pod as float32.
+            "temperature": round(sampling.temperature, 6),
+            "top_p": round(sampling.top_p, 6),
             "max_output_tokens": sampling.max_tokens,
             # OpenAI repeats the request's values here, which are not stored.
             "instructions": None,

@@ -83,7 +83,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._caller(context)
         manifest = self._gateway.manifest
         model = gateway_pb2.ModelInfo(
-            name=manifest.name, revision=manifest.revision, max_model_len=manifest.max_model_len
+            name=manifest.name,
+            revision=manifest.revision,
+            max_model_len=manifest.max_model_len,
+            recommended_sampling=common_pb2.SamplingParams(**self._gateway.recommended_sampling),
         )
         return gateway_pb2.ListModelsResponse(models=[model])
 

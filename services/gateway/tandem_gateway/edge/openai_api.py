@@ -105,6 +105,7 @@ class OpenAiApi:
             "parent": None,
             "max_model_len": manifest.max_model_len,
             "revision": manifest.revision,
+            "recommended_sampling": self._gateway.recommended_sampling,
             "limits": {
                 "max_body_bytes": max_body_bytes(self._gateway),
                 "max_messages": MAX_MESSAGES,
