@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 from fake_gateway import Answer, FakeGateway
+from fake_openai import FakeOpenAI
 from model_folders import make_folder
 from tandem_cli import models
 from tandem_cli.chat import ChatOptions, Conversation, GatewayError, open_stub
@@ -214,26 +216,35 @@ def test_the_banner_has_commands_for_the_chosen_ports() -> None:
     options = FleetOptions(
         model_dir=Path("m"), host="0.0.0.0", insecure=True, no_api_keys=True, grpc_port=7001, http_port=7002
     )
-    text = banner(options, "tiny", 1.0)
-    assert "tandem chat --target 127.0.0.1:7001" in text
+    text = banner(options, "tiny")
+    assert f"{TANDEM} chat --target 127.0.0.1:7001" in text
     assert "http://127.0.0.1:7002/v1/chat/completions" in text
     assert '"model": "tiny"' in text
 
 
 def test_the_banner_of_a_gateway_with_tls_has_commands_with_tls() -> None:
     flags = (PodFlag("gateway", "tls-cert", "c.pem"), PodFlag("gateway", "tls-key", "k.pem"))
-    text = banner(FleetOptions(model_dir=Path("m"), pod_flags=flags), "tiny", 1.0)
+    text = banner(FleetOptions(model_dir=Path("m"), pod_flags=flags), "tiny")
     assert "tandem chat --target https://127.0.0.1:20051 --ca CA.pem" in text
-    assert "curl --cacert CA.pem -N https://127.0.0.1:8000/v1/chat/completions" in text
-    assert "http://" not in text and "plaintext" not in text
+    assert "curl --cacert CA.pem https://127.0.0.1:8000/v1/chat/completions" in text
+    assert "http://" not in text
 
 
-def test_the_banner_of_a_gateway_with_keys_has_a_key_in_each_command(tmp_path: Path) -> None:
+def test_the_commands_of_a_gateway_with_keys_take_the_key_from_one_variable(tmp_path: Path) -> None:
     options = FleetOptions(model_dir=Path("m"), api_keys_file=tmp_path / "keys")
-    text = banner(options, "tiny", 1.0)
-    assert "tandem chat --api-key KEY" in text
-    assert "api_key='KEY'" in text
-    assert text.count("-H 'Authorization: Bearer KEY'") == 2
+    text = banner(options, "tiny")
+    assert "export TANDEM_API_KEY=" in text
+    assert '-H "Authorization: Bearer $TANDEM_API_KEY"' in text
+
+
+def test_the_request_of_the_banner_runs_as_printed(tmp_path: Path) -> None:
+    with FakeOpenAI().serving() as server:
+        options = FleetOptions(model_dir=Path("m"), http_port=int(server.url.rpartition(":")[2]))
+        (command,) = re.findall(r"^  curl .*?'$", banner(options, "tiny"), re.MULTILINE | re.DOTALL)
+        subprocess.run(["sh", "-c", command], check=True, capture_output=True, cwd=tmp_path)
+    (body,) = server.bodies
+    assert (body["model"], body["temperature"]) == ("tiny", 0)
+    assert body["messages"] == [{"role": "user", "content": "What is 2+2?"}]
 
 
 @pytest.mark.timeout(120)

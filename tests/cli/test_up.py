@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,8 +33,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 arguments = dict(zip(sys.argv[1:], sys.argv[2:]))  # of a flag without a value, what follows it
-if "--crash" in arguments:
-    sys.exit(int(arguments["--crash"]))
+if arguments.get("--block-size") == "128":
+    print("Traceback of a crash", "the cause", sep="\\n", flush=True)
+    sys.exit(2)
 server = grpc.server(ThreadPoolExecutor(2))
 servicer = health.HealthServicer()
 health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -157,8 +159,9 @@ def test_a_fleet_starts_serves_and_ends(installation: Path) -> None:
         pids = [pod.pid for pod in ready.pods if pod.pid is not None]
         assert len(pids) == 7
         assert all(is_alive(pid) for pid in pids)
-        wait_until(lambda: "curl -N http://127.0.0.1:" in fleet.log())  # printed after the state is written
+        wait_until(lambda: "curl http://127.0.0.1:" in fleet.log())  # printed after the state is written
         assert "prefill-0  | listening" in fleet.log()
+        assert "redis" not in fleet.log().replace("redis: ready", "").replace("redis-answers: ready", "")
 
         (prefill,) = ready.pids("prefill")
         os.kill(prefill, signal.SIGKILL)
@@ -176,13 +179,40 @@ def test_a_fleet_starts_serves_and_ends(installation: Path) -> None:
         assert drained[0] == "gateway-0"
         assert set(drained[1:3]) == {"decode-0", "decode-1"}
         assert drained[-1] == "lookahead"
+        assert fleet.log().splitlines()[-1].endswith("draining"), "nothing of Redis"
+        assert "Ctrl-C again stops at once" in fleet.log()
 
 
 def test_a_fleet_that_cannot_start_names_the_reason_and_leaves_no_process(installation: Path) -> None:
-    with up(installation, "--set", "decode.crash=2") as fleet:
+    with up(installation, "--set", "decode.block-size=128") as fleet:
         assert fleet.process.wait(30) == 1
-        assert "decode-0 cannot start: it ended with code 2" in fleet.log()
+        assert "error: decode-0 cannot start: it ended with code 2. Its last lines:\n" in fleet.log()
+        assert fleet.log().endswith("    the cause\n")
         assert fleet.state() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--set", "gateway.maxqueue=5"), "--set gateway.maxqueue=5: .* did you mean gateway.max-queue?"),
+        (("--set", "decode.max_batc=5"), "--set decode.max_batc=5: .* did you mean decode.max-batch?"),
+        (("--set", "gateway.max-queue=some"), "--set gateway.max-queue=some: .* must be a whole number"),
+        (("--set", "lookahead.min-requests=0"), "--set lookahead.min-requests=0: .* must be 1 or more"),
+        (("--max-model-len", "9000000"), "--max-model-len 9000000: m has a context of"),
+        (("--api-keys-file", "{bad}"), "bad:1: tenent: is unknown; did you mean tenant\\?"),
+        (("--set", "gateway.slo-classes-file={bad}"), "bad: .*give 1 to 16 classes like"),
+        (("--host", "192.0.2.1", "--insecure", "--no-api-keys"), "--host 192.0.2.1: .*an address of this"),
+    ],
+)
+def test_what_a_process_would_refuse_is_named_before_any_starts(
+    installation: Path, tmp_path: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
+    bad = tmp_path / "bad"
+    bad.write_text(f'{{"key_sha256": "{"0" * 64}", "tenent": "acme"}}\n')
+    with up(installation, *(word.format(bad=bad) for word in arguments)) as fleet:
+        assert fleet.process.wait(30) in (1, 2)
+        (line,) = fleet.log().splitlines()
+        assert re.search(f"^error: .*{complaint}", line), line
 
 
 def kill_decode_pod(fleet: Up, state: FleetRecord) -> None:

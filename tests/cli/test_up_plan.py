@@ -193,6 +193,7 @@ def test_off_loopback_the_links_between_pods_need_tls_or_insecure() -> None:
         FleetOptions(model_dir=Path("m"), host="10.0.0.7", insecure=True)
     options = FleetOptions(model_dir=Path("m"), host="10.0.0.7", insecure=True, no_api_keys=True)
     commands = {spec.role: spec.command for spec in plan_fleet(options).processes}
+    assert load(SETTINGS["gateway"], commands["gateway"][1:]).no_api_keys  # type: ignore[attr-defined]
     assert [role for role, command in commands.items() if "--no-api-keys" in command] == ["gateway"]
     assert {role for role, command in commands.items() if "--insecure" in command} == {
         "gateway",

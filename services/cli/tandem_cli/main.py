@@ -60,6 +60,8 @@ def up(
     **given: Any,
 ) -> None:
     """Run the whole system on this machine until Ctrl-C."""
+    from dataclasses import replace
+
     from tandem_core.errors import ModelLoadError
     from tandem_core.model.manifest import ModelManifest
     from tandem_core.model.registry import cache_root
@@ -68,28 +70,31 @@ def up(
     from tandem_cli import models
     from tandem_cli.up.redis_server import RedisNotFoundError
     from tandem_cli.up.run import run_fleet
-    from tandem_cli.up.up_plan import PortInUseError
+    from tandem_cli.up.supervisor import StartupError
+    from tandem_cli.up.up_plan import PortInUseError, check_settings, plan_fleet
 
     try:
         check_environment()
-        folder = models.obtain(model)
-        numerics = given["dtype"], given["quantization"]
-        models.prepare_weights(folder, *numerics)
         port = given["grpc_port"]
         options = FleetOptions(
-            model_dir=folder,
-            memory_bytes=models.free_memory(folder, *numerics),
+            model_dir=Path(model),
             redis_dir=cache_root() / "lookahead" / str(port),
             redis_url=os.environ.get("REDIS_URL", ""),
             tls_dir=cache_root() / "tls" if tls else None,
             pod_flags=tuple(PodFlag.parse(text) for text in settings or ()),
             **given,
         )
-        name = ModelManifest.read(folder).name
-        code = run_fleet(options, name, state_file or cache_root() / "run" / f"{port}.json")
-    except (OptionError, PortInUseError, ModelLoadError, RedisNotFoundError, TracingSettingsError) as error:
-        fail(str(error), code=2 if isinstance(error, OptionError | TracingSettingsError) else 1)
-    raise typer.Exit(code)
+        check_settings(options, plan_fleet(options))
+        folder = models.obtain(model)
+        name = ModelManifest.read(folder).limited_to(options.max_model_len).name
+        numerics = options.dtype, options.quantization
+        models.prepare_weights(folder, *numerics)
+        options = replace(options, model_dir=folder, memory_bytes=models.free_memory(folder, *numerics))
+        run_fleet(options, name, state_file or cache_root() / "run" / f"{port}.json")
+    except (OptionError, TracingSettingsError) as error:
+        fail(str(error), code=2)
+    except (PortInUseError, ModelLoadError, RedisNotFoundError, StartupError) as error:
+        fail(str(error))
 
 
 @app.command()

@@ -23,6 +23,7 @@ from tandem_service.discovery import parse_entry
 from tandem_service.redis_client import RedisAddress, is_redis_url
 from tandem_service.tls import PemFiles, PodTls, Role, TlsFileError, is_loopback
 from tandem_service.tracing import TracingSettingsError, check_environment
+from tandem_service.validation import did_you_mean, reason
 
 ENV_PREFIX = "TANDEM_"
 
@@ -88,7 +89,7 @@ class CommonSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """least severe level that is logged"""
     log_format: Literal["console", "json"] = "console"
-    """how log lines look"""
+    """how log lines look; in the console form a gateway's lines of requests need the debug level"""
     drain_s: Annotated[float, Field(ge=0.0)] = 10.0
     """seconds that running streams get to finish after SIGTERM"""
 
@@ -171,33 +172,46 @@ def load(cls: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
 
     On a bad value prints one sentence to stderr and raises SystemExit(2); `--help` exits with 0.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        _check_names(cls)
-        settings = cls(_cli_parse_args=arguments)
+        settings = parse(cls, sys.argv[1:] if argv is None else argv)
         if isinstance(settings, CommonSettings):
             settings.check_certificates()
             check_environment()
         return settings
+    except (SettingsError, TlsFileError, TracingSettingsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def parse(cls: type[SettingsT], arguments: Sequence[str]) -> SettingsT:
+    """Settings from flags and variables; reads no file. Raises SettingsError with one sentence."""
+    _check_names(cls)
+    try:
+        return cls(_cli_parse_args=list(arguments))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = str(first["loc"][0]) if first["loc"] else ""
         flag = "--" + field.replace("_", "-")
-        reason = first["msg"].removeprefix("Value error, ")
         if not field:  # of several fields
-            message = reason
+            message = reason(first)
         elif first["type"] == "missing":
             message = f"{flag} is required; give it or set {ENV_PREFIX}{field.upper()}"
-        elif field and field not in cls.model_fields:
-            message = f"{flag} is unknown; --help lists the flags"
         else:
-            message = f"{flag} (or {ENV_PREFIX}{field.upper()}) is {first['input']!r}: {reason}"
+            message = f"{flag} (or {ENV_PREFIX}{field.upper()}) is {first['input']!r}: {reason(first)}"
+        raise SettingsError(message) from error
     except SettingsError as error:
         message = str(error.__cause__ or error).removeprefix("error parsing CLI: ")
-    except (TlsFileError, TracingSettingsError) as error:
-        message = str(error)
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+        if (unknown := message.removeprefix("unrecognized arguments: ")) != message:
+            message = unknown_flag(cls, unknown.split()[0])
+        raise SettingsError(message) from error
+
+
+def unknown_flag(cls: type[BaseSettings], flag: str) -> str:
+    """The message about a flag that is none of the settings'."""
+    if not flag.startswith("--"):
+        return f"{flag!r} belongs to no flag; --help lists them"
+    known = [f"--{field.replace('_', '-')}" for field in cls.model_fields]
+    return f"{flag} is unknown{did_you_mean(flag, known) or '; --help lists the flags'}"
 
 
 def _check_names(cls: type[BaseSettings]) -> None:

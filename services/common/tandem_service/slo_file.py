@@ -20,6 +20,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 from tandem_core.slo import DEFAULT_SLO_CLASSES, LONGEST_OBJECTIVE_S, SloTarget
 
+from tandem_service.validation import first_problem
+
 #: Each class is a label of many series.
 _MAX_CLASSES = 16
 _MAX_SLOWDOWN = 10_000.0
@@ -72,11 +74,10 @@ def load_slo_classes(path: Path | None) -> Mapping[str, SloTarget]:
     except OSError as error:
         raise SloFileError(f"the file of SLO classes {path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        problem = first_problem(error, _Objectives.model_fields, "the file")
         raise SloFileError(
-            f'{path}: {where}: {first["msg"]}; give 1 to {_MAX_CLASSES} classes like {{"chat": {{"ttft_ms": '
-            '1000, "tpot_ms": 150}, "batch": {}}'
+            f'{path}: {problem}; give 1 to {_MAX_CLASSES} classes like {{"chat": {{"ttft_ms": 1000}}, '
+            '"batch": {}}'
         ) from error
     except _DuplicateError as error:
         raise SloFileError(f"{path}: {error} is there twice; give each class and objective once") from error

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import DEFAULT_SLO_CLASSES, LONGEST_OBJECTIVE_S, NO_OBJECTIVES, SloTarget
+from tandem_service.validation import first_problem
 
 from tandem_gateway.errors import ForbiddenError, GatewayError, UnauthenticatedError
 
@@ -107,10 +109,16 @@ def _version(path: Path | None) -> tuple[int, int, int] | None:
     return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
+def _check_digest(text: str) -> str:
+    if len(text) != 64 or not set(text) <= set(string.hexdigits):
+        raise ValueError("must be the key's SHA-256 in 64 hex digits, as `tandem keys new` prints it")
+    return text
+
+
 class _KeyLine(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    key_sha256: str = Field(pattern=r"^[0-9a-fA-F]{64}$")
+    key_sha256: Annotated[str, AfterValidator(_check_digest)]
     tenant: str = Field(min_length=1)
     slo_classes: tuple[str, ...] | None = Field(default=None, min_length=1)
     max_requests: int | None = Field(default=None, ge=1)
@@ -173,9 +181,8 @@ class ApiKeys:
             try:
                 entry = _KeyLine.model_validate_json(line)
             except ValidationError as error:
-                first = error.errors(include_url=False, include_input=False)[0]
-                where = ".".join(str(part) for part in first["loc"])
-                raise KeyFileError(f"{path}:{number}: {where}: {first['msg']}") from error
+                problem = first_problem(error, _KeyLine.model_fields, "the line")
+                raise KeyFileError(f"{path}:{number}: {problem}") from error
             allowed = entry.slo_classes or ()
             unknown = set(allowed) - set(slo_classes)
             if unknown:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
+from pydantic_settings import CliToggleFlag
 from tandem_service.channels import MAX_MESSAGE_BYTES
 from tandem_service.settings import Entries, Port, RedisSettings, Targets
 from tandem_service.tls import PemFiles, Role, ServerTls, is_loopback
@@ -68,7 +69,7 @@ class GatewaySettings(RedisSettings):
     api_keys_file: Path | None = None
     """JSON lines of key_sha256, tenant, slo_classes, weight, max_requests, tokens_per_minute, min_ttft_ms,
     min_tpot_ms, min_e2e_ms, operator; read again when it changes; unset: no keys"""
-    no_api_keys: bool = False
+    no_api_keys: CliToggleFlag[bool] = False  # of other flags --no- is the negation
     """serve everyone who reaches the ports, also off loopback"""
     tls_cert: Path | None = None
     """PEM file of the certificate of both public ports; unset: plaintext"""

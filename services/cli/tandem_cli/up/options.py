@@ -28,6 +28,8 @@ class PodFlag:
     role: str
     flag: str
     value: str
+    #: As the user wrote it.
+    text: str = ""
 
     @classmethod
     def parse(cls, text: str) -> PodFlag:
@@ -36,7 +38,7 @@ class PodFlag:
         role, dot, flag = name.partition(".")
         if not (equals and dot and flag) or role not in ROLES:
             raise OptionError(f"--set {text}: expected ROLE.FLAG=VALUE with ROLE one of {', '.join(ROLES)}")
-        return cls(role, flag.removeprefix("--").replace("_", "-"), value)
+        return cls(role, flag.removeprefix("--").replace("_", "-"), value, text)
 
     def arguments(self) -> tuple[str, ...]:
         """The flag and its value, or one of the two flags of a switch."""
@@ -65,7 +67,10 @@ class FleetOptions:
     host: Annotated[str, typer.Option(help="Address all pods listen on.")] = "127.0.0.1"
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, gRPC.")] = 20051
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, HTTP.")] = 8000
-    base_port: Annotated[int, typer.Option(min=1, max=64000, help="First port of the other pods.")] = 21100
+    base_port: Annotated[
+        int,
+        typer.Option(min=1, max=64000, help="First of the other processes' ports, which end at this + 1407."),
+    ] = 21100
     threads: Annotated[
         int | None, typer.Option(help="CPU threads per engine pod; unset: pods of a role divide the cores.")
     ] = None

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import functools
 import os
+import shlex
+import shutil
 import signal
 import sys
 import time
@@ -19,9 +21,9 @@ from tandem_service.tls import PodTls, Role
 
 from tandem_cli.up import health, redis_server
 from tandem_cli.up.log_view import LogView
-from tandem_cli.up.options import FleetOptions
+from tandem_cli.up.options import FleetOptions, OptionError
 from tandem_cli.up.state_file import FleetRecord, PodRecord, StateFile
-from tandem_cli.up.supervisor import ProcessSpec, StartupError, Supervisor
+from tandem_cli.up.supervisor import GRACE_S, ProcessSpec, StartupError, Supervisor
 from tandem_cli.up.up_plan import (
     PortInUseError,
     ProcessPlan,
@@ -29,28 +31,36 @@ from tandem_cli.up.up_plan import (
     check_ports,
     plan_fleet,
     reachable,
+    script,
 )
 
 #: Interval of the check whether the pods' certificates need renewal.
 RENEWAL_INTERVAL_S = 3600.0
 
 
-def run_fleet(options: FleetOptions, model_name: str, state_path: Path) -> int:
-    """Serves until a signal; returns the exit code. Raises PortInUseError before it starts a process."""
+def run_fleet(options: FleetOptions, model_name: str, state_path: Path) -> None:
+    """Serves until a signal. Raises PortInUseError or OptionError before it starts a process, and
+    StartupError after the others have ended if one does not start."""
     plan = plan_fleet(options)
     check_ports(plan, options.host)
     for folder in (options.redis_dir, redis_server.answers_dir(options.redis_dir)):
         socket = redis_server.socket_path(folder)
         if not options.redis_url and asyncio.run(redis_server.answers(str(socket))):
             raise PortInUseError(f"another fleet's Redis server uses {folder}; stop that fleet")
-    redis_server.make_folders(options.redis_dir)
+    try:
+        redis_server.make_folders(options.redis_dir)
+    except OSError as error:
+        raise OptionError(
+            f"the folder of shared text {options.redis_dir} cannot be made ({error.strerror}); set "
+            "TANDEM_HOME to another folder for all of Tandem's files"
+        ) from error
     if options.tls_dir is not None:
         from tandem_cli.up import certificates
 
         certificates.prepare(options.tls_dir)
     view = LogView(sys.stdout, options.log_format)
     try:
-        return asyncio.run(_Fleet(options, plan, view, StateFile(state_path), model_name).run())
+        asyncio.run(_Fleet(options, plan, view, StateFile(state_path), model_name).run())
     finally:
         view.close()
 
@@ -67,17 +77,19 @@ class _Fleet:
         self._state = state
         self._model_name = model_name
         self._ready = False
+        #: After a failed start nothing may follow its cause.
+        self._has_failed = False
         self._stop = asyncio.Event()
         self._supervisor: Supervisor | None = None
 
-    async def run(self) -> int:
+    async def run(self) -> None:
         started = time.monotonic()
         folder = self._options.tls_dir
         tls = PodTls(certificate_files(folder, Role.OPERATOR)) if folder is not None else None
         supervisor = self._supervisor = Supervisor(
             self._plan.stages,
             probe=functools.partial(health.probe, tls=tls),
-            on_line=lambda spec, line: self._view.line(spec.role, spec.name, line),
+            on_line=self._on_line,
             on_event=self._on_event,
             on_change=self._write_state,
         )
@@ -94,21 +106,21 @@ class _Fleet:
                 ready.result()
                 self._ready = True
                 self._write_state()
-                self._view.banner(banner(self._options, self._model_name, time.monotonic() - started))
                 self._view.event("fleet", f"ready after {time.monotonic() - started:.1f} s")
+                self._view.banner(banner(self._options, self._model_name))
                 await asyncio.wait([stop, supervisor.failed], return_when=asyncio.FIRST_COMPLETED)
                 if supervisor.failed.done():
                     supervisor.failed.result()
-            return 0
-        except StartupError as error:
-            with contextlib.suppress(OSError):
-                print(f"error: {error}", file=sys.stderr, flush=True)
-            return 1
+        except StartupError:
+            self._has_failed = True
+            raise
         finally:
             ready.cancel()
             stop.cancel()
             renewing.cancel()
-            self._view.event("fleet", "stopping")
+            if not self._has_failed:
+                patience = f"waits up to {GRACE_S:.0f} s for running answers; Ctrl-C again stops at once"
+                self._view.event("fleet", f"stopping: {patience}")
             await supervisor.stop()
             with contextlib.suppress(OSError):
                 self._state.remove()
@@ -136,7 +148,14 @@ class _Fleet:
         self._stop.set()
 
     def _on_event(self, spec: ProcessSpec, message: str) -> None:
-        self._view.event(spec.name, message)
+        if not self._has_failed:
+            self._view.event(spec.name, message)
+
+    def _on_line(self, spec: ProcessSpec, line: str) -> None:
+        # What Redis prints at its start and end is routine; a failed start shows it with its cause.
+        is_routine = spec.role.startswith("redis") and (self._stop.is_set() or not self._ready)
+        if not (self._has_failed or is_routine):
+            self._view.line(spec.role, spec.name, line)
 
     def _write_state(self) -> None:
         if self._supervisor is None:
@@ -164,45 +183,34 @@ class _Fleet:
             self._view.event("fleet", f"the state file cannot be written: {error}")
 
 
-def banner(options: FleetOptions, model_name: str, seconds: float) -> str:
-    """Shows the addresses and example commands."""
+def banner(options: FleetOptions, model_name: str) -> str:
+    """Addresses, and commands that run as they are printed."""
     host = reachable(options.host)
     grpc_target, http_target = f"{host}:{options.grpc_port}", f"{host}:{options.http_port}"
+    program = script("tandem")
+    is_in_path = Path(shutil.which("tandem") or "").resolve() == program.resolve()
+    chat, curl = ("tandem" if is_in_path else shlex.quote(str(program))) + " chat", "curl"
+    if options.grpc_port != FleetOptions.grpc_port or options.serves_tls:
+        chat += f" --target {'https://' * options.serves_tls}{grpc_target}"
+    url = f"http{'s' * options.serves_tls}://{http_target}"
+    notes = ""
     if options.serves_tls:
-        url = f"https://{http_target}"
-        chat = f"tandem chat --target https://{grpc_target} --ca CA.pem"
-        curl, python, grpcurl = (
-            "curl --cacert CA.pem",
-            "SSL_CERT_FILE=CA.pem python",
-            "grpcurl -cacert CA.pem",
-        )
-    else:
-        url = f"http://{http_target}"
-        chat = "tandem chat" if grpc_target == "127.0.0.1:20051" else f"tandem chat --target {grpc_target}"
-        curl, python, grpcurl = "curl", "python", "grpcurl -plaintext"
-    key = "none"
+        chat, curl = f"{chat} --ca CA.pem", f"{curl} --cacert CA.pem"
+        notes += "  CA.pem: the authorities of the gateway's certificate\n"
     if options.api_keys_file is not None:
-        key, curl, chat = "KEY", f"{curl} -H 'Authorization: Bearer KEY'", f"{chat} --api-key KEY"
-        grpcurl += " -H 'Authorization: Bearer KEY'"
+        curl += ' -H "Authorization: Bearer $TANDEM_API_KEY"'
+        notes += "  export TANDEM_API_KEY=...   # a key of --api-keys-file; `tandem keys new` makes one\n"
     pods = f"{options.num_prefill} prefill, {options.num_decode} decode, speculation {options.speculation}"
     return f"""
-  Tandem serves {model_name} ({pods}); ready after {seconds:.1f} s
-    gRPC  {grpc_target}   tandem.v1.GatewayService
-    HTTP  {url}   OpenAI API; also /dashboard, /health, /metrics
+  Tandem serves {model_name} ({pods})
+    {url:<24}  OpenAI and Anthropic APIs under /v1; pages /docs and /dashboard
+    {grpc_target:<24}  gRPC: tandem.v1.GatewayService
 
-  {chat}
+{notes}  {chat}
 
-  {curl} -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{model_name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
-
-  {python} -c "
-  from openai import OpenAI
-  client = OpenAI(base_url='{url}/v1', api_key='{key}')
-  print(client.chat.completions.create(model='{model_name}', max_tokens=64,
-      messages=[{{'role': 'user', 'content': 'Hello'}}]).choices[0].message.content)"
-
-  {grpcurl} -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}' \\
-    {grpc_target} tandem.v1.GatewayService/Chat
+  {curl} {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model_name}", "temperature": 0,
+         "messages": [{{"role": "user", "content": "What is 2+2?"}}]}}'
 
   Ctrl-C stops everything.
 """

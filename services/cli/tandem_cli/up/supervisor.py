@@ -38,6 +38,9 @@ _MAX_LINE = 1 << 16
 #: Exit code of a pod that refuses its settings; it is not restarted.
 EXIT_BAD_SETTINGS = 2
 
+#: Time for the processes of a stage to end before they are killed; they drain for 10 s by default.
+GRACE_S = 12.0
+
 #: Limits how long OpenMP threads spin after an operation: idle pods would occupy the cores of busy ones.
 #: Measured time of a step: 53 ms (50-55 ms with the default, 70 ms without spinning).
 POD_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
@@ -137,7 +140,7 @@ class Supervisor:
         on_event: Callable[[ProcessSpec, str], None],
         on_change: Callable[[], None],
         policy: RestartPolicy | None = None,
-        grace_s: float = 12.0,
+        grace_s: float = GRACE_S,
         spawn: Callable[[ProcessSpec], Process] = spawn,
     ) -> None:
         self._stages = [[Child(spec) for spec in stage] for stage in stages]

@@ -7,6 +7,9 @@ lookahead  base + 300       decode j's KV ingress  base + 200 + j       metrics 
 
 from __future__ import annotations
 
+import errno
+import importlib
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,7 +20,7 @@ from tandem_core.usable_cpus import usable_cpus
 from tandem_service.tls import PemFiles, Role
 
 from tandem_cli.up import redis_server
-from tandem_cli.up.options import FleetOptions
+from tandem_cli.up.options import ROLES, FleetOptions, OptionError
 from tandem_cli.up.supervisor import ProcessSpec
 
 _METRICS_OFFSET = 1000
@@ -178,7 +181,7 @@ class _Planner:
         return ProcessSpec(
             role=role,
             name=name,
-            command=(str(_script(f"tandem-{role}")), *common, *flags, *extra),
+            command=(str(script(f"tandem-{role}")), *common, *flags, *extra),
             ports=ports,
             health_target=f"{reachable(options.host)}:{ports['grpc']}",
         )
@@ -190,8 +193,37 @@ def certificate_files(folder: Path, name: str) -> PemFiles:
     return PemFiles(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem", role)
 
 
+def check_settings(options: FleetOptions, plan: ProcessPlan) -> None:
+    """Raises OptionError for what a process would refuse: its flags and variables, and the files of gateways.
+    Skips pods without a flag of the user's, because their settings load torch."""
+    from pydantic_settings import SettingsError
+    from tandem_gateway.auth import ApiKeys, KeyFileError
+    from tandem_gateway.settings import GatewaySettings
+    from tandem_service.settings import parse, unknown_flag
+    from tandem_service.slo_file import SloFileError, load_slo_classes
+    from tandem_service.tls import TlsFileError
+
+    for role, spec in {spec.role: spec for spec in plan.processes if spec.role in ROLES}.items():
+        given = [flag for flag in options.pod_flags if flag.role == role]
+        if not given and role in ("decode", "prefill"):
+            continue
+        cls = getattr(importlib.import_module(f"tandem_{role}.settings"), f"{role.title()}Settings")
+        for flag in given:
+            if flag.flag.replace("-", "_") not in cls.model_fields:
+                message = unknown_flag(cls, f"--{flag.flag}").replace("--", f"{role}.")
+                raise OptionError(f"--set {flag.text}: {message}")
+        try:
+            settings = parse(cls, spec.command[1:])
+            if isinstance(settings, GatewaySettings):
+                settings.public_tls()
+                ApiKeys.load(settings.api_keys_file, load_slo_classes(settings.slo_classes_file))
+        except (SettingsError, KeyFileError, SloFileError, TlsFileError) as error:
+            culprits = [flag.text for flag in given if re.match(rf"--{flag.flag}\b", str(error))]
+            raise OptionError("".join(f"--set {text}: " for text in culprits[-1:]) + str(error)) from error
+
+
 def check_ports(plan: ProcessPlan, host: str) -> None:
-    """Raises PortInUseError for the first port that another process listens on."""
+    """Raises PortInUseError for the first port that cannot be used, OptionError for the host."""
     for spec in plan.processes:
         for purpose, port in spec.ports.items():
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -201,7 +233,12 @@ def check_ports(plan: ProcessPlan, host: str) -> None:
                 try:
                     probe.bind((host, port))
                 except OSError as error:
-                    flag = f"--{purpose}-port" if spec.role == "gateway" else "--base-port"
+                    if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                        raise OptionError(
+                            f"--host {host}: {error.strerror}; give an address of this machine"
+                        ) from None
+                    is_own = spec.role == "gateway" and purpose != "metrics"
+                    flag = f"--{purpose}-port" if is_own else "--base-port"
                     raise PortInUseError(
                         f"port {port} on {host}, wanted for {spec.name} ({purpose}), cannot be used: "
                         f"{error.strerror}. Stop the process that uses it, or choose another with {flag}."
@@ -221,6 +258,6 @@ def _targets(specs: Sequence[ProcessSpec]) -> str:
     return ",".join(spec.health_target for spec in specs)
 
 
-def _script(name: str) -> Path:
+def script(name: str) -> Path:
     """Console script of this installation, independent of PATH."""
     return Path(sys.executable).parent / name

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import secrets
 import time
 from collections import defaultdict
@@ -122,6 +123,8 @@ class Gateway:
         #: Ids of running requests; the pods need them to be unique.
         self._running_ids: set[str] = set()
         self._log = structlog.get_logger("tandem.gateway")
+        #: In a console a line per request would displace everything else.
+        self._request_level = logging.INFO if settings.log_format == "json" else logging.DEBUG
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -141,7 +144,7 @@ class Gateway:
         shown = presentation(error)
         # The message is left out, because it may quote the caller's text.
         field = {"field": error.field} if isinstance(error, InvalidRequestError) else {}
-        self._log.info("request", outcome=shown.outcome.value, code=shown.code, **field)
+        self._log.log(self._request_level, "request", outcome=shown.outcome.value, code=shown.code, **field)
 
     def begin_trace(self, headers: Headers, kind: str, *, started_ns: int) -> RequestTrace:
         """Begins the trace of an authenticated call for an answer; `kind` as in AnswerRecord."""
@@ -473,7 +476,8 @@ class Gateway:
         if missed is not None:
             details |= {"slo_miss_cause": missed.slo_miss_cause, "slo_miss_reason": missed.slo_miss_reason}
         details |= refusal
-        self._log.info(
+        self._log.log(
+            self._request_level,
             "request",
             request_id=first.request_id,
             outcome=outcome.value,

@@ -1,0 +1,61 @@
+"""pydantic's errors in words for the reader of a flag, a settings file or a keys file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+#: By type of error; the fields are those of its context.
+_WORDS = {
+    "missing": "is missing",
+    "extra_forbidden": "is unknown",
+    "json_invalid": "is no JSON: {error}",
+    "int_parsing": "must be a whole number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "greater_than_equal": "must be {ge:.10g} or more",
+    "less_than_equal": "must be {le:.10g} or less",
+    "greater_than": "must be more than {gt:.10g}",
+    "less_than": "must be less than {lt:.10g}",
+    "string_pattern_mismatch": "must match {pattern}",
+    "string_too_short": "has fewer than {min_length} characters",
+    "too_short": "has fewer than {min_length} entries",
+    "too_long": "has more than {max_length} entries",
+    "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
+}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name; "" if none is similar."""
+    (similar,) = difflib.get_close_matches(name, known, 1) or ("",)
+    return f"; did you mean {similar}?" if similar else ""
+
+
+def reason(error: ErrorDetails) -> str:
+    """What is wrong with a value."""
+    words = _WORDS.get(error["type"])
+    if words is None:
+        return error["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    return words.format(**error.get("ctx", {}))
+
+
+def first_problem(error: ValidationError, known: Iterable[str], whole: str) -> str:
+    """Place and reason of the first problem. `known`: names of fields; `whole`: name of what is validated."""
+    errors = error.errors(include_url=False, include_input=False)
+    # A misspelt name explains one that is missing.
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+    place = [str(part) for part in first["loc"] if part != "[key]"]
+    unknown = did_you_mean(place[-1], known) if first["type"] == "extra_forbidden" else ""
+    return f"{'.'.join(place) or whole}: {reason(first)}{unknown}"
