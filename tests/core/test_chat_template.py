@@ -14,6 +14,7 @@ from model_folders import make_folder
 from tandem_core.errors import InvalidRequestError, ModelLoadError
 from tandem_core.model.chat_template import ChatTemplate, Segment
 from tandem_core.model.conversation import ChatOptions, Message, Tool, ToolCall
+from tandem_core.model.token_pattern import any_of
 from tandem_core.model.tokenizer import Tokenizer
 from toy_tokenizers import without_merges
 from transformers import PreTrainedTokenizerFast
@@ -308,3 +309,11 @@ class TestATemplateWithoutTools:
         text = text_of(template(source).render([Message("user", "Where?")], ChatOptions(TOOLS)))
         assert text.startswith("[user]# Tools")
         assert text.endswith("</tool_call>\n\nWhere?")
+
+
+def test_the_pattern_of_many_tokens_matches_the_longest_of_them() -> None:
+    tokens = ["<a>", "<a>b", "<ab", "<", "(", "<unused1>", "<unused12>", "", "\n\n"]
+    longest_first = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True) if token)
+    text = "<a>b<a><ab<abc<(<unused1><unused12><unused123><unused\n\n\n"
+    assert re.findall(any_of(tokens), text) == re.findall(longest_first, text)
+    assert re.findall(any_of([]), text) == []

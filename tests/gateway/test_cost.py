@@ -342,6 +342,17 @@ def test_a_chat_is_rendered_in_linear_time(unit: str, turn: str) -> None:
     assert_linear(prepare, 100_000)
 
 
+def test_a_chat_is_rendered_in_linear_time_with_many_control_tokens() -> None:
+    def prepare(size: int) -> Work:
+        control = [f"<unused{n}>" for n in range(size // 20)]
+        template = ChatTemplate(
+            "{{ messages[0].content }}", bos_token="", eos_token="", control_tokens=control
+        )
+        return lambda: template.render([Message("user", repeated("<unused1", size))])
+
+    assert_linear(prepare, 20_000)
+
+
 def test_many_messages_and_tools_are_rendered_in_linear_time() -> None:
     def prepare(size: int) -> Work:
         messages = [Message("user", "a"), Message("tool", "b")] * size

@@ -25,6 +25,7 @@ import jinja2
 from tandem_core.errors import InvalidRequestError, ModelLoadError, quoted
 from tandem_core.model.conversation import DEFAULT_OPTIONS, ChatOptions, Json, Message, Tool, ToolCall
 from tandem_core.model.template_environment import template_environment
+from tandem_core.model.token_pattern import any_of
 from tandem_core.model.tool_prompt import uses_tools, with_tools_as_text
 
 #: Variables that callers may not set, because fields of the request or the model define them.
@@ -69,8 +70,7 @@ class ChatTemplate:
                 f"the model's chat template cannot be compiled ({error}); pull a model with a valid template"
             ) from error
         self._special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        longest_first = sorted(set(control_tokens), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._control = re.compile(any_of(control_tokens))
 
     def render(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_OPTIONS) -> list[Segment]:
         """The prompt in order. Raises InvalidRequestError when the template refuses the messages (roles that

@@ -22,6 +22,7 @@ from tandem_core.model.chat_template import ChatTemplate, Segment, ToolUse
 from tandem_core.model.conversation import DEFAULT_OPTIONS, ChatOptions, Message
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.piece_cache import PieceCache
+from tandem_core.model.token_pattern import any_of
 
 _SPIECE_SPACE = "\u2581"
 # Batches of one text need no threads of the library's own, which would warn at each fork.
@@ -135,8 +136,7 @@ class Tokenizer:
         is_exact = _types(parsed["pre_tokenizer"]) <= {"Sequence", "Split", "ByteLevel", "Digits"}
         if not tokens or not is_exact or any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in tokens):
             return None
-        longest_first = sorted((token["content"] for token in tokens), key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        return re.compile(f"({any_of(token['content'] for token in tokens)})")
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.encode(text, add_special_tokens=False)

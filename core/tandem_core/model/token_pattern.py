@@ -1,0 +1,39 @@
+"""A regular expression for any of many texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """The source of a pattern that matches the longest of these texts; nothing if there are none.
+
+    Texts with a common beginning share it, as in `<(?:pad>|unused(?:1>|2>))`. A search then takes time in
+    proportion to the text alone. With one alternative per text it tries each of them wherever several begin:
+    Gemma's 6,000 unused tokens took 46 s for 8 MB, and kept the GIL.
+    """
+    trie: dict[str, Any] = {}
+    for text in filter(None, texts):
+        node = trie
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _of_node(trie) if trie else "(?!)"
+
+
+def _of_node(node: dict[str, Any]) -> str:
+    parts = []
+    for character, child in node.items():
+        if not character:
+            continue
+        chain = character
+        while len(child) == 1 and "" not in child:
+            ((character, child),) = child.items()
+            chain += character
+        parts.append(re.escape(chain) + _of_node(child))
+    if not parts:
+        return ""
+    joined = parts[0] if len(parts) == 1 and "" not in node else f"(?:{'|'.join(parts)})"
+    return f"{joined}?" if "" in node else joined
