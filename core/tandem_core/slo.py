@@ -16,11 +16,20 @@ class SloTarget:
     e2e_s: float = 0.0
     #: Whether a request is refused if the system cannot meet the objectives even without load.
     is_strict: bool = False
+    #: Whether a request that would be late waits, as one without objectives does, rather than be refused. Its
+    #: objectives still judge it. Never with `is_strict`.
+    waits: bool = False
     #: Objectives as multiples of the time on an idle system ("slowdown"); 0 means none. Where an objective is
     #: given both ways, the longer time counts.
     ttft_slowdown: float = 0.0
     tpot_slowdown: float = 0.0
     e2e_slowdown: float = 0.0
+
+    @property
+    def refuses(self) -> bool:
+        """Whether requests that would be late are refused."""
+        has_objectives = self.ttft_s or self.tpot_s or self.e2e_s or self.is_relative
+        return bool(has_objectives and not self.waits)
 
     @property
     def is_relative(self) -> bool:
@@ -46,13 +55,14 @@ class SloTarget:
         )
 
     def overridden(self, asked: SloTarget) -> SloTarget:
-        """Replaces objectives by those of `asked` that are not 0."""
+        """Replaces objectives by those of `asked` that are not 0. A strict request does not wait."""
         return replace(
             self,
             ttft_s=asked.ttft_s or self.ttft_s,
             tpot_s=asked.tpot_s or self.tpot_s,
             e2e_s=asked.e2e_s or self.e2e_s,
             is_strict=asked.is_strict or self.is_strict,
+            waits=self.waits and not asked.is_strict,
             ttft_slowdown=0.0 if asked.ttft_s else self.ttft_slowdown,
             tpot_slowdown=0.0 if asked.tpot_s else self.tpot_slowdown,
             e2e_slowdown=0.0 if asked.e2e_s else self.e2e_slowdown,
@@ -79,6 +89,7 @@ LONGEST_OBJECTIVE_S = 86_400
 NO_OBJECTIVES = SloTarget("")
 DEFAULT_SLO_CLASSES = MappingProxyType(
     {
+        "standard": SloTarget("standard", ttft_s=2.5, e2e_s=5.0, waits=True),
         "interactive": SloTarget("interactive", ttft_s=2.5, e2e_s=5.0),
         "chat": SloTarget("chat", ttft_s=1.0, tpot_s=0.150),
         "batch": SloTarget("batch"),

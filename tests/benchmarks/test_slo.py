@@ -101,7 +101,7 @@ def test_all_configurations_get_the_same_requests_of_three_classes_and_tenants(m
         Counter(request.messages[-1].content for request in fake.requests[10:]) for fake in (first, second)
     ]
     assert sent[0] == sent[1]
-    assert {request.slo_class for request in first.requests} == set(DEFAULT_SLO_CLASSES)
+    assert {request.slo_class for request in first.requests} == {"interactive", "chat", "batch"}
     assert set(first.keys) == {f"Bearer {key}" for key in KEYS.values()}
     assert {record.tenant for record in of(runs, "poisson")[1].records} == set(TENANTS)
 

@@ -76,7 +76,7 @@ def test_explicit_objectives_replace_those_of_every_class() -> None:
 
 
 def test_classes_are_those_of_the_gateway(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="'gold' is unknown; use one of interactive, chat, batch"):
+    with pytest.raises(BenchError, match="'gold' is unknown; use one of standard, interactive, chat, batch"):
         make(replace(OPTIONS, mix="gold=1"))
     file = tmp_path / "slo.json"
     file.write_text('{"gold": {"ttft_ms": 300}}')

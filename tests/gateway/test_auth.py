@@ -121,6 +121,18 @@ async def test_a_key_may_use_only_its_classes(pods, gateway, keys_file):
             )
 
 
+def test_the_first_class_of_a_caller_that_refuses_no_late_request_is_named_in_refusals():
+    classes = {
+        "voice": SloTarget("voice", ttft_s=1.0),
+        "mail": SloTarget("mail", e2e_slowdown=5.0),
+        "slow": SloTarget("slow", e2e_s=9.0, waits=True),
+        "batch": SloTarget("batch"),
+    }
+    assert Caller("t", known_classes=classes).waiting_class == "slow"
+    assert Caller("t", ("voice", "batch", "slow"), classes).waiting_class == "batch"
+    assert Caller("t", ("voice", "mail"), classes).waiting_class == ""
+
+
 def test_without_a_file_everyone_is_the_default_tenant():
     anyone = ApiKeys.load(None).authenticate("")
     assert anyone.is_anyone

@@ -13,12 +13,13 @@ def test_a_file_replaces_the_default_classes_and_keeps_its_order(tmp_path: Path)
     assert load_slo_classes(None) == DEFAULT_SLO_CLASSES
     file = tmp_path / "slo.json"
     file.write_text(
-        '{"voice": {"ttft_ms": 800, "tpot_ms": 60.5, "strict": true}, "b-2_x": {"e2e_ms": 9000}, "c": {}}'
+        '{"voice": {"ttft_ms": 800, "tpot_ms": 60.5, "strict": true},'
+        ' "b-2_x": {"e2e_ms": 9000, "waits": true}, "c": {}}'
     )
     classes = load_slo_classes(file)
     assert list(classes.values()) == [
         SloTarget("voice", ttft_s=0.8, tpot_s=0.0605, is_strict=True),
-        SloTarget("b-2_x", e2e_s=9.0),
+        SloTarget("b-2_x", e2e_s=9.0, waits=True),
         SloTarget("c"),
     ]
     assert list(classes) == ["voice", "b-2_x", "c"]
@@ -48,6 +49,7 @@ def test_objectives_may_be_relative_to_the_time_without_load(tmp_path: Path) -> 
         ('{"chat": {"ttft_ms": "800"}}', r"chat\.ttft_ms: must be a number"),
         ('{"chat": {"ttft_ms": NaN}}', r"chat\.ttft_ms"),
         ('{"chat": {"strict": 1}}', r"chat\.strict"),
+        ('{"chat": {"strict": true, "waits": true}}', "chat: .*strict refuses late requests"),
         ('{"chat": {"ttft_slowdown": 0.9}}', r"chat\.ttft_slowdown: must be 1 or more"),
         ('{"chat": {"e2e_slowdown": 1e9}}', r"chat\.e2e_slowdown: must be 10000 or less"),
         ('{"Chat": {}}', "Chat: must match"),

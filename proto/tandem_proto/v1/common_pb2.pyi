@@ -380,7 +380,7 @@ class SloTarget(_message.Message):
     TPOT_SLOWDOWN_FIELD_NUMBER: _builtins.int
     E2E_SLOWDOWN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the class: "interactive", "chat" or "batch"."""
+    """Name of the class: "standard", "interactive", "chat" or "batch"."""
     ttft_ns: _builtins.int
     """Time to first token, at the gateway."""
     tpot_ns: _builtins.int

@@ -172,7 +172,7 @@ class ChatRequest(_message.Message):
     model: _builtins.str
     """Empty: the only model served."""
     slo_class: _builtins.str
-    """"interactive" (default), "chat" or "batch"."""
+    """"standard" (default), "interactive", "chat" or "batch"."""
     request_id: _builtins.str
     """Chosen by the gateway when empty."""
     speculation: _builtins.str

@@ -3,7 +3,8 @@
     {"voice": {"ttft_ms": 800, "tpot_ms": 60, "strict": true}, "chat": {"ttft_ms": 1500}, "batch": {}}
 
 The first class is the one of requests that name none. An objective that is left out is none. `strict`: a
-request is refused rather than served late on a machine that could not meet it even without load.
+request is refused rather than served late on a machine that could not meet it even without load. `waits`: a
+request that would be late waits rather than be refused.
 `ttft_slowdown`, `tpot_slowdown` and `e2e_slowdown` are relative objectives: {"ttft_slowdown": 5} is five
 times what such a prompt takes without load, and with "ttft_ms" too the longer of both counts.
 
@@ -15,9 +16,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from tandem_core.slo import DEFAULT_SLO_CLASSES, LONGEST_OBJECTIVE_S, SloTarget
 
 from tandem_service.validation import first_problem
@@ -40,9 +49,16 @@ class _Objectives(BaseModel):
     tpot_ms: _Milliseconds | None = None
     e2e_ms: _Milliseconds | None = None
     strict: bool = False
+    waits: bool = False
     ttft_slowdown: _Slowdown | None = None
     tpot_slowdown: _Slowdown | None = None
     e2e_slowdown: _Slowdown | None = None
+
+    @model_validator(mode="after")
+    def _check_what_happens_to_late_requests(self) -> Self:
+        if self.strict and self.waits:
+            raise ValueError("strict refuses late requests and waits does not; give one")
+        return self
 
 
 _CLASSES = TypeAdapter(Annotated[dict[_Name, _Objectives], Field(min_length=1, max_length=_MAX_CLASSES)])
@@ -88,6 +104,7 @@ def load_slo_classes(path: Path | None) -> Mapping[str, SloTarget]:
             tpot_s=(entry.tpot_ms or 0.0) / 1000,
             e2e_s=(entry.e2e_ms or 0.0) / 1000,
             is_strict=entry.strict,
+            waits=entry.waits,
             ttft_slowdown=entry.ttft_slowdown or 0.0,
             tpot_slowdown=entry.tpot_slowdown or 0.0,
             e2e_slowdown=entry.e2e_slowdown or 0.0,

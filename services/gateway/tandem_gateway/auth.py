@@ -63,6 +63,12 @@ class Caller:
     #: Whether it may see data of all tenants.
     is_operator: bool = False
 
+    @property
+    def waiting_class(self) -> str:
+        """The first of its classes that refuses no late request; "": there is none."""
+        allowed = self.slo_classes or self.known_classes
+        return next((name for name in allowed if not self.known_classes[name].refuses), "")
+
     def slo(self, name: str, objectives: SloTarget) -> SloTarget:
         """The class `name`, "" for the default, with the request's own objectives.
 

@@ -105,12 +105,17 @@ class ForbiddenError(GatewayError):
     """The API key does not allow this."""
 
 
+#: Longest retry-after. Clients give up on a longer one, ignore it, or sleep through all of it.
+MAX_RETRY_AFTER_S = 60.0
+
+
 class OverloadedError(GatewayError):
-    """Refused at once; a retry is expected to succeed after `retry_after_s` seconds. None: never."""
+    """Refused at once; a retry is expected to succeed after `retry_after_s` seconds, or later if these are
+    the most. None: never."""
 
     def __init__(self, message: str, retry_after_s: float | None, reason: RefusalReason) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = None if retry_after_s is None else min(retry_after_s, MAX_RETRY_AFTER_S)
         self.reason = reason
 
 

@@ -72,6 +72,8 @@ class TenantLimits:
     tokens_per_minute: int | None = None
     #: Share of the work, relative to other tenants, when demand exceeds capacity.
     weight: float = 1.0
+    #: A class of the caller that refuses no late request; "": none.
+    waiting_class: str = ""
 
 
 NO_LIMITS = TenantLimits()
@@ -85,6 +87,7 @@ class TokenizedRequest:
     tenant: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    #: The objectives by which it is judged.
     slo: SloTarget
     arrived: float
     deadline: float
@@ -101,6 +104,8 @@ class TokenizedRequest:
     choice: int = 0
     #: Its number among the choices of its prompt.
     rank: int = 0
+    #: Whether it would be late, so it waits and runs like a request without objectives.
+    is_late: bool = False
     #: Seconds from arrival until the first token is due; None: by its objectives.
     due_s: float | None = None
     #: How a chat's text is parsed; None: everything is content.
@@ -108,11 +113,16 @@ class TokenizedRequest:
     _block_hashes: dict[int, list[ChainHash]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
+    def promised(self) -> SloTarget:
+        """The objectives that admission and pods keep."""
+        return NO_OBJECTIVES if self.is_late else self.slo
+
+    @property
     def due(self) -> float:
         """When the first token is due. Requests without objectives have a late deadline."""
         if self.due_s is not None:
             return self.arrived + self.due_s
-        return self.arrived + (self.slo.ttft_s or self.slo.e2e_s or DEFAULT_DUE_S)
+        return self.arrived + (self.promised.ttft_s or self.promised.e2e_s or DEFAULT_DUE_S)
 
     @property
     def scores_prompt(self) -> bool:
@@ -121,7 +131,9 @@ class TokenizedRequest:
 
     @property
     def has_objectives(self) -> bool:
-        return bool(self.slo.ttft_s or self.slo.tpot_s or self.slo.e2e_s)
+        """Whether admission and pods keep any."""
+        slo = self.promised
+        return bool(slo.ttft_s or slo.tpot_s or slo.e2e_s)
 
     def block_hashes(self, block_size: int) -> list[ChainHash]:
         """Hashes of the prompt's full blocks; none if `block_size` is 0."""

@@ -64,8 +64,8 @@ class GatewaySettings(RedisSettings):
     slo_end_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """as slo_ttft_confidence, for the end of the request and the ends of requests in the same batch"""
     slo_classes_file: Path | None = None
-    """JSON object of SLO classes with ttft_ms, tpot_ms, e2e_ms, strict; the first is the default; unset:
-    interactive, chat, batch"""
+    """JSON object of SLO classes with ttft_ms, tpot_ms, e2e_ms, strict, waits; the first is the default;
+    unset: standard, interactive, chat, batch"""
     api_keys_file: Path | None = None
     """JSON lines of key_sha256, tenant, slo_classes, weight, max_requests, tokens_per_minute, min_ttft_ms,
     min_tpot_ms, min_e2e_ms, operator; read again when it changes; unset: no keys"""
@@ -149,4 +149,4 @@ class GatewaySettings(RedisSettings):
         places = None
         if not caller.is_anyone:
             places = caller.max_requests or max(1, round(self.tenant_share * self.num_places()))
-        return TenantLimits(places, caller.tokens_per_minute, caller.weight)
+        return TenantLimits(places, caller.tokens_per_minute, caller.weight, caller.waiting_class)

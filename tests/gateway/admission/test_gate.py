@@ -10,6 +10,7 @@ from tandem_core.contracts import DEFAULT_DUE_S, RefusalReason
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import SloTarget
 from tandem_gateway.errors import OverloadedError, UnavailableError
+from tandem_gateway.request import TenantLimits
 
 #: Objectives that are met next to anything that these tests run.
 LOOSE = SloTarget("chat", ttft_s=50.0, e2e_s=100.0)
@@ -333,6 +334,70 @@ class TestBestEffort:
         noisy, quiet = (system.decide(request(BATCH, tenant=tenant)).request for tenant in ("noisy", "quiet"))
         assert noisy.due - noisy.arrived > DEFAULT_DUE_S + 1
         assert quiet.due - quiet.arrived == DEFAULT_DUE_S
+
+
+class TestWaitingClasses:
+    WAITING = replace(SLO, name="standard", e2e_s=1.4, waits=True)
+    TIGHT = SloTarget("chat", e2e_s=1.6)
+
+    async def test_in_time_it_is_admitted_and_protected_like_others(self, system):
+        loose = replace(LOOSE, waits=True)
+        async with system.running(request(LOOSE), num_tokens=1):
+            admitted, same = system.decide(request(loose)), system.decide(request(LOOSE))
+        assert admitted.request.has_objectives and not admitted.request.is_late
+        assert admitted.request.due - admitted.request.arrived == same.request.due - same.request.arrived
+        assert admitted.forecast.route.end_s == same.forecast.route.end_s
+        async with system.running(request(replace(self.TIGHT, waits=True)), num_tokens=1):
+            assert refusal(system, request(LOOSE)).reason is RefusalReason.OTHERS
+
+    @pytest.mark.parametrize("slo", [WAITING, replace(LOOSE, waits=True)], ids=["late itself", "others"])
+    async def test_a_late_one_waits_as_best_effort_and_keeps_its_objectives_for_the_receipt(
+        self, system, slo
+    ):
+        gate = system.admission.gate
+        async with system.running(request(self.TIGHT), num_tokens=1) as running:
+            refusal(system, request(replace(slo, waits=False)))
+            late = system.decide(request(slo))
+            assert (late.request.slo, late.request.is_late) == (slo, True)
+            assert late.request.due - late.request.arrived == DEFAULT_DUE_S
+            assert not late.request.has_objectives
+            assert not gate.may_begin(late), "the running request would be late"
+            running.placed.gained(60, running.first_at)
+            assert gate.may_begin(late)
+
+    async def test_a_late_one_that_runs_causes_no_refusal(self, system):
+        async with (
+            system.running(request(LOOSE), num_tokens=1),
+            system.running(request(replace(self.WAITING, e2e_s=1.2)), num_tokens=1) as late,
+        ):
+            assert late.request.is_late
+            assert late.placed.starts_by == late.placed.ends_by(0.0) == math.inf
+            system.decide(request(LOOSE))
+
+    async def test_a_late_one_counts_as_used_slack(self, system):
+        async with system.running(request(self.TIGHT), num_tokens=1):
+            used = system.admission.gate.slack_used
+            system.decide(request(self.WAITING))
+            assert system.admission.gate.slack_used == pytest.approx((used + 1) / 2)
+
+    async def test_a_strict_request_of_such_a_class_is_refused(self, system):
+        strict = self.WAITING.overridden(SloTarget("", is_strict=True))
+        async with system.running(request(LOOSE), num_tokens=1):
+            assert refusal(system, request(strict)).reason is RefusalReason.E2E
+
+    async def test_objectives_of_a_request_do_not_change_whether_its_class_waits(self, system):
+        slo = replace(LOOSE, waits=True).overridden(SloTarget("", e2e_s=1.4))
+        async with system.running(request(LOOSE), num_tokens=1):
+            assert system.decide(request(slo)).request.is_late
+
+    @pytest.mark.parametrize("is_strict", [False, True])
+    async def test_a_refusal_names_the_class_that_waits(self, system, is_strict):
+        limits = TenantLimits(waiting_class="standard")
+        asked = request(replace(SLO, e2e_s=1.4, is_strict=is_strict), limits=limits)
+        async with system.running(request(LOOSE), num_tokens=1):
+            text = str(refusal(system, asked))
+        strict = " without strict" * is_strict
+        assert text.endswith(f'; try again later, or send slo_class: "standard"{strict} to wait')
 
 
 class TestRefusedClients:

@@ -6,7 +6,7 @@ import pytest
 from reported_pods import BATCH, SLO, request
 from tandem_core.contracts import RefusalReason
 from tandem_gateway.admission.admitted import Admitted
-from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S, Queue
+from tandem_gateway.admission.queue import Queue
 from tandem_gateway.errors import OverloadedError
 
 
@@ -172,9 +172,13 @@ class TestWaits:
         for _ in range(200):
             queue.ended(2.0)
         assert queue.turn_s() == pytest.approx(0.5)
-        for _ in range(200):
-            queue.ended(1e9)
-        assert queue.turn_s() == MAX_RETRY_AFTER_S
+
+    async def test_no_retry_after_is_longer_than_clients_accept(self):
+        queue = make_queue(max_queue=0)
+        queue.ended(1e9)
+        with pytest.raises(OverloadedError) as info:
+            queue.wait(admitted_of())
+        assert info.value.retry_after_s == 60.0
 
     async def test_the_wait_counts_only_requests_with_earlier_deadlines(self):
         queue = make_queue(max_in_flight=2)

@@ -77,6 +77,21 @@ def test_under_overload_admitted_requests_are_in_time_and_the_machine_is_full(
     assert len(in_time(admitted)) >= 0.98 * len(admitted)
 
 
+def test_clients_of_a_class_that_waits_get_all_their_answers(tokenizer: Tokenizer) -> None:
+    """Four times the capacity for 20 s, with each seed. The machine serves as many in time as if it refused
+    the others, minus what those take of it."""
+    sent = [make(index, "standard") for index in range(240)]
+    records = [one for seed in SEEDS for one in run(tokenizer, sent, OpenLoop(12.0, seed), seed)]
+    assert all(record.is_ok for record in records)
+    late = [record for record in records if not record.is_met()]
+    assert 160 <= len(records) - len(late) < 350
+    promises = [record.promise for record in late]
+    assert not any(one.met for one in promises)
+    assert {one.slo.e2e_s for one in promises} == {5.0}
+    assert [one.miss_cause for one in promises].count("queue") > 0.9 * len(late)
+    assert max(record.e2e_s for record in records) < 60, "none is forgotten"
+
+
 def test_refused_clients_find_room_when_they_come_back(tokenizer: Tokenizer) -> None:
     records = []
     for seed in SEEDS:

@@ -177,7 +177,7 @@ async def test_another_pod_continues_the_answer_of_a_lost_one(status, pods, gate
     receipt = messages[-1].end.receipt
     assert (receipt.output_tokens, receipt.decode_retries, receipt.decode_pod) == (3, 1, "good")
     assert await front.metric("tandem_decode_failovers_total") == 1
-    assert await front.metric('tandem_output_tokens_total{slo_class="interactive"}') == 3
+    assert await front.metric('tandem_output_tokens_total{slo_class="standard"}') == 3
 
 
 async def test_a_pod_that_falls_silent_is_left_after_a_second(pods, gateway):

@@ -63,10 +63,10 @@ async def test_a_sample_shows_what_the_metrics_count(pods, gateway):
         name: dict(zip(data["about"]["columns"]["classes"], row, strict=True))
         for name, row in sample["classes"].items()
     }
-    assert classes["interactive"] == {
+    assert classes["standard"] == {
         "received": 3, "met": 3, "missed": 0, "goodput_tokens": 9, "output_tokens": 9,
     }  # fmt: skip
-    assert await front.metric('tandem_slo_requests_met_total{slo_class="interactive"}') == 3
+    assert await front.metric('tandem_slo_requests_met_total{slo_class="standard"}') == 3
     assert (sample["queued"], sample["prefill"], sample["decode"]) == (0, 0, 0)
     assert (sample["admitted"], sample["begun"]) == (3, 3)
     assert sample["accepted"] == {"prompt": 6}

@@ -41,7 +41,7 @@ async def test_chat_streams_the_text_and_ends_with_a_receipt(pods, gateway):
     assert receipt.output_tokens == 3
     assert receipt.queue_ns > 1000, "the pod's queue and the gateway's"
     assert 0 < receipt.ttft_ns <= receipt.e2e_ns
-    assert receipt.slo.name == "interactive"
+    assert receipt.slo.name == "standard"
     assert receipt.slo_met
     assert receipt.slo_miss_reason == ""
     trailing = dict(await call.trailing_metadata())
@@ -127,7 +127,7 @@ BAD_INPUTS = [
         ),
         ["messages", "more than 4096 with the tools and all tool calls"],
     ),
-    (gateway_pb2.ChatRequest(messages=USER, slo_class="fast"), ["slo_class", "interactive, chat, batch"]),
+    (gateway_pb2.ChatRequest(messages=USER, slo_class="fast"), ["slo_class", "standard, interactive, chat"]),
     (gateway_pb2.ChatRequest(messages=USER, slo=common_pb2.SloTarget(name="gold")), ["slo_class", "'gold'"]),
     (
         gateway_pb2.ChatRequest(messages=USER, slo_class="chat", slo=common_pb2.SloTarget(name="batch")),
@@ -261,7 +261,7 @@ async def test_a_full_queue_is_refused_at_once_with_a_retry_after(full):
     assert trailing["refusal-reason"] == "queue full"
     assert await full.metric('tandem_requests_total{outcome="refused"}') == 1
     # Attainment covers all received requests: a refusal counts as a miss.
-    assert await full.metric('tandem_slo_requests_received_total{slo_class="interactive"}') == 2
+    assert await full.metric('tandem_slo_requests_received_total{slo_class="standard"}') == 2
 
 
 async def test_a_pods_refusal_keeps_its_status(pods, gateway):

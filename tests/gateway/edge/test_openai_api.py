@@ -403,14 +403,14 @@ async def test_health_metrics_and_fleet_show_the_pods(pods, gateway):
     assert (await front.http.get("/health")).json() == {"status": "ok", "decode_pods": 1}
     assert await front.metric('tandem_requests_total{outcome="ok"}') == 2
     for name in ("received", "met"):
-        assert await front.metric(f'tandem_slo_requests_{name}_total{{slo_class="interactive"}}') == 1
+        assert await front.metric(f'tandem_slo_requests_{name}_total{{slo_class="standard"}}') == 1
     assert await front.metric('tandem_goodput_tokens_total{slo_class="batch"}') == 3
     assert await front.metric('tandem_healthy_pods{role="decode"}') == 1
     for name in ("ttft", "e2e"):
         for edge in ("1.0", "2.0", "2.5", "3.0", "5.0"):
-            sample = f'tandem_{name}_seconds_bucket{{le="{edge}",slo_class="interactive"}}'
+            sample = f'tandem_{name}_seconds_bucket{{le="{edge}",slo_class="standard"}}'
             assert await front.metric(sample) == 1
-    assert await front.metric('tandem_tpot_seconds_count{slo_class="interactive"}') == 1
+    assert await front.metric('tandem_tpot_seconds_count{slo_class="standard"}') == 1
     fleet = (await front.http.get("/fleet")).json()
     assert fleet["requests_total"] == "2"
     assert [(entry["target"], entry["healthy"]) for entry in fleet["pods"]] == [(pod.target, True)]

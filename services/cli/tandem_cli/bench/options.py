@@ -76,7 +76,7 @@ class BenchOptions:
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 picks the likeliest token.")] = 0.0
     seed: Annotated[int, typer.Option(min=0, help="Seed of departures, prompts and sampling.")] = 0
     slo_class: Annotated[
-        str, typer.Option(help="interactive, chat, batch, or one of --slo-classes-file.")
+        str, typer.Option(help="standard, interactive, chat, batch, or one of --slo-classes-file.")
     ] = "interactive"
     slo_classes_file: Annotated[
         Path | None, typer.Option(help="SLO classes of the gateway, if it has a file of them.")

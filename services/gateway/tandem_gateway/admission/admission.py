@@ -1,7 +1,7 @@
 """Admission control: decides which requests run, which wait, and which are refused.
 
-    request arrives  `Gate` refuses it                      -> OverloadedError with the prediction and a
-                                                               retry-after, when room is kept for it
+    request arrives  `Gate` refuses it, because it would be -> OverloadedError with the prediction and a
+                     late and its class does not wait          retry-after, when room is kept for it
                      a place is free and the queue is empty -> admitted
                      the queue has room (`Queue`)           -> waits, earliest deadline first
                      the queue is full, or the tenant has
@@ -24,7 +24,7 @@ from tandem_core.errors import InvalidRequestError
 from tandem_gateway.admission.admitted import Admitted
 from tandem_gateway.admission.forecast import Forecaster
 from tandem_gateway.admission.gate import Gate
-from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Queue
+from tandem_gateway.admission.queue import MIN_RETRY_AFTER_S, Queue
 from tandem_gateway.errors import DeadlineError, OverloadedError
 from tandem_gateway.request import TokenizedRequest
 
@@ -141,9 +141,9 @@ class Admission:
         passed_s = now - request.arrived
         if not self._is_measured(admitted):
             return
-        if admitted.first_at is None and 0 < request.slo.ttft_s < passed_s:
+        if admitted.first_at is None and 0 < request.promised.ttft_s < passed_s:
             self._started(admitted, now)
-        if 0 < request.slo.e2e_s < passed_s:
+        if 0 < request.promised.e2e_s < passed_s:
             self._compare(admitted, now)
 
     # -- places ---------------------------------------------------------------------------------------
@@ -218,5 +218,4 @@ class Admission:
                 left += [max(ends_at - now, (now - began) / 4, MIN_RETRY_AFTER_S)] * one.num_places
         left.sort()
         # If all of the tenant's places belong to waiting requests, the queue decides.
-        seconds = left[min(num_places, len(left)) - 1] if left else self.queue.turn_s()
-        return min(seconds, MAX_RETRY_AFTER_S)
+        return left[min(num_places, len(left)) - 1] if left else self.queue.turn_s()

@@ -1,8 +1,8 @@
 """Decides whether a request may run: its objectives and those of running requests must be predicted to hold.
 
     it will miss an objective                        refused with the prediction and a retry-after;
-    it would make another request miss an objective  room is kept for it at that time
-    it takes room that quieter tenants will need
+    it would make another request miss an objective  room is kept for it at that time. If its class waits,
+    it takes room that quieter tenants will need     admitted as a best-effort request instead
     anything else                                    admitted; a best-effort request waits in the queue
                                                      while it would make another request late
 
@@ -90,15 +90,20 @@ class Gate:
         elif not self._slack and not slo.is_strict and missed_alone(slo, alone):
             is_judged, request = False, replace(request, due_s=DEFAULT_DUE_S)
         admitted = Admitted(request, is_widened, num_places=num_places, other_tokens=other_tokens)
-        if request.due == effects.request.due:
-            effects = replace(effects, request=request)
-        else:
-            effects = self._plan(admitted) or effects
-        admitted.effects = effects
-        if is_judged:
-            self._check(admitted, effects, key)
+        admitted.effects = effects = self._with_due(admitted, effects)
+        if is_judged and self._is_late(admitted, effects, key):
+            due_s = DEFAULT_DUE_S + demand.ahead_s(request.tenant)
+            request = replace(request, is_late=True, due_s=due_s)
+            admitted = Admitted(request, is_widened, num_places=num_places, other_tokens=other_tokens)
+            admitted.effects = effects = self._with_due(admitted, effects)
         admitted.forecast = self._forecast(effects)
         return admitted
+
+    def _with_due(self, admitted: Admitted, effects: Effects) -> Effects:
+        """The plan of the request, which may be due at another time than in this plan of it."""
+        if admitted.request.due == effects.request.due:
+            return replace(effects, request=admitted.request)
+        return self._plan(admitted) or effects
 
     def may_begin(self, admitted: Admitted) -> bool:
         """Whether a queued request may begin. A best-effort request waits while it would make another request
@@ -146,8 +151,9 @@ class Gate:
 
     # -- the rule -------------------------------------------------------------------------------------
 
-    def _check(self, admitted: Admitted, effects: Effects, key: int) -> None:
-        """Raises OverloadedError to refuse the request."""
+    def _is_late(self, admitted: Admitted, effects: Effects, key: int) -> bool:
+        """Whether the request would be late or make others late, and waits. Raises OverloadedError to refuse
+        it instead."""
         request, route, slo = admitted.request, effects.route, admitted.request.slo
         forecast, waited_s = self._forecast(effects), time.monotonic() - request.arrived
         appointments = self._reservations.appointments
@@ -162,7 +168,9 @@ class Gate:
             share = 1.0 if missed else forecast.share_of_slack(slo, waited_s)
             self._slacks_used.append((time.monotonic(), share))
         if not missed or (is_idle and (not slo.is_strict or self._may_try(admitted, forecast))):
-            return
+            return False
+        if slo.waits:
+            return True
         if slo.is_strict and (hopeless := missed_alone(slo, forecast.alone, _HOPELESS)):
             # It would be refused at any load, so it gets no retry-after.
             limit_s, takes_s = getattr(slo, f"{hopeless}_s"), forecast.alone[hopeless]
@@ -177,7 +185,10 @@ class Gate:
         retry_s = appointments.make(key, request, route, admitted.num_places, after_s)
         again = " again" if is_returning else ""
         why = self._why(request, forecast, missed, waited_s, is_widened=admitted.is_widened)
-        raise OverloadedError(f"refused{again}: {why}; try again later", retry_s, RefusalReason(missed))
+        wait = ""
+        if name := request.limits.waiting_class:
+            wait = f', or send slo_class: "{name}"{" without strict" * slo.is_strict} to wait'
+        raise OverloadedError(f"refused{again}: {why}; try again later{wait}", retry_s, RefusalReason(missed))
 
     def _missed_by_others(self, effects: Effects, *, is_likely: bool, is_returning: bool) -> str:
         """Returns "others" if the request would make another one late, "share" if it would leave quieter

@@ -18,7 +18,7 @@ from tandem_gateway.admission.admitted import Admitted
 from tandem_gateway.errors import OverloadedError
 from tandem_gateway.request import TokenizedRequest
 
-MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.05, 300.0
+MIN_RETRY_AFTER_S = 0.05
 #: Best-effort requests take at most this share of the places, so that requests with objectives find one, and
 #: at most this multiple of the pods' batch slots, because requests on pods compete with later ones and queued
 #: ones do not.
@@ -180,8 +180,7 @@ class Queue:
 
     def turn_s(self) -> float:
         """Expected seconds until a request at the end of the queue has its turn."""
-        seconds = (self.num_waiting + 1) * self.service_s / self.max_in_flight
-        return min(max(seconds, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+        return max((self.num_waiting + 1) * self.service_s / self.max_in_flight, MIN_RETRY_AFTER_S)
 
 
 _due = attrgetter("due")

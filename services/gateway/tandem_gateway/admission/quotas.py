@@ -71,9 +71,10 @@ class TokenRates:
             return
         left = self._refilled(tenant, per_minute)
         if left < 1:
+            after_s = (1 - left) * _S_PER_MINUTE / per_minute
             raise OverloadedError(
-                f"tenant {tenant} has used its {per_minute} tokens per minute; try again later",
-                (1 - left) * _S_PER_MINUTE / per_minute,
+                f"tenant {tenant} has used its {per_minute} tokens per minute; try again in {after_s:.1f} s",
+                after_s,
                 RefusalReason.TENANT_TOKENS,
             )
         self.charge(tenant, per_minute, num_tokens)

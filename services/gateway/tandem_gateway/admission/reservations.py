@@ -19,7 +19,7 @@ from operator import attrgetter
 from tandem_core.pod_model import Job
 from tandem_core.slo import SloTarget
 
-from tandem_gateway.admission.queue import MAX_RETRY_AFTER_S
+from tandem_gateway.errors import MAX_RETRY_AFTER_S
 from tandem_gateway.fleet.routing import Route
 from tandem_gateway.request import TokenizedRequest
 
@@ -177,10 +177,10 @@ class Appointment:
     due_s: float
     route: Route
     num_places: int
-    #: Monotonic seconds at which it is expected, and until which its work takes the appointments' share of
-    #: all work.
+    #: Monotonic seconds at which it is expected.
     at: float
-    until: float
+    #: Seconds that its work takes in its part of all work, if it comes.
+    length_s: float
     is_open: bool = True
 
     def job(self, now: float) -> Job:
@@ -215,16 +215,19 @@ class Appointments:
         unless it is beyond the longest retry-after or `_MOST_APPOINTMENTS` exist."""
         self._forget_missed()
         now, num_tenants = time.monotonic(), len({*(one.tenant for one in self._order), request.tenant})
-        length = num_places * route.work_s * self.returning / _SHARE_OF_RETURNING * num_tenants
+        length_s = num_places * route.work_s / _SHARE_OF_RETURNING * num_tenants
         at = now + min(after_s, MAX_RETRY_AFTER_S)
         for other in self._order:
-            if other.tenant == request.tenant and other.until > at:
-                if other.at >= at + length:
+            # The share that came back lately counts for earlier appointments too: after a flood of clients
+            # that do not come back, a new one does not wait for them.
+            until = other.at + other.length_s * self.returning
+            if other.tenant == request.tenant and until > at:
+                if other.at >= at + length_s * self.returning:
                     break
-                at = other.until
+                at = until
         if at < now + MAX_RETRY_AFTER_S and len(self._order) < _MOST_APPOINTMENTS:
             due_s = request.due - request.arrived
-            made = Appointment(key, request.tenant, request.slo, due_s, route, num_places, at, at + length)
+            made = Appointment(key, request.tenant, request.slo, due_s, route, num_places, at, length_s)
             insort(self._open[key], made, key=_at)
             insort(self._order, made, key=_at)
         return min(at - now, MAX_RETRY_AFTER_S)

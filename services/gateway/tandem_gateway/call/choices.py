@@ -53,7 +53,7 @@ class Running:
         """Applies what admission decided for the call."""
         judged, self.asked = admitted.request, self.request.slo
         self.is_admitted, self.placed = True, admitted.placed
-        self.request = replace(self.request, slo=judged.slo, due_s=judged.due_s)
+        self.request = replace(self.request, slo=judged.slo, is_late=judged.is_late, due_s=judged.due_s)
         self.metrics.admitted(judged.slo, admitted.queued_s)
 
     def relayed(self, num_tokens: int) -> bool:

@@ -527,7 +527,8 @@ class Gateway:
         if miss:
             receipt.slo_miss_cause = miss_cause(
                 receipt,
-                admitted.forecast,
+                # One that was expected to be late exceeds no prediction.
+                None if request.is_late else admitted.forecast,
                 is_late_start=ttft_s > request.slo.ttft_s > 0,
                 is_late_end=e2e_s > request.slo.e2e_s > 0,
             )

@@ -307,7 +307,7 @@ class Relay:
             {"tandem.answer.tokens_before": len(tokens), "tandem.decode.retries": num_lost},
         )
         stub = decode_pb2_grpc.DecodeServiceStub(pod.channel)  # type: ignore[no-untyped-call]
-        num_left, now = route.tokens_left(len(tokens)), time.monotonic()
+        num_left, now, slo = route.tokens_left(len(tokens)), time.monotonic(), request.promised
         call = stub.Decode(
             decode_pb2.DecodeRequest(
                 request_id=request.request_id,
@@ -322,8 +322,8 @@ class Relay:
                 kv_source=kv_source,
                 one_token_chunks=request.one_token_events,
                 due_seconds=request.due - now,
-                token_seconds=request.slo.tpot_s,
-                end_seconds=request.arrived + request.slo.e2e_s - now if request.slo.e2e_s else None,
+                token_seconds=slo.tpot_s,
+                end_seconds=request.arrived + slo.e2e_s - now if slo.e2e_s else None,
                 expected_tokens=num_left,
                 choice=request.choice,
             ),

@@ -26,6 +26,8 @@ from tandem_gateway.dashboard.rows import COLUMNS
 Files: TypeAlias = Mapping[str, tuple[bytes, str]]
 
 _INTEGER = TypeAdapter(int)
+#: Fields of a class that the page does not show.
+_NO_OBJECTIVE = ("name", "is_strict", "waits")
 #: Samples per response, about a megabyte; new readers send several requests.
 _MAX_SAMPLES = 300
 _CONTENT_TYPES = {
@@ -54,7 +56,7 @@ def dashboard_routes(history: History, keys: ApiKeys, *, gateway_id: str, model:
         "start": secrets.token_hex(8),
         "attainment_objective": ATTAINMENT_OBJECTIVE,
         "objectives": {
-            name: {key: value for key, value in asdict(slo).items() if key not in ("name", "is_strict")}
+            name: {key: value for key, value in asdict(slo).items() if key not in _NO_OBJECTIVE}
             for name, slo in keys.slo_classes.items()
         },
         "requests_per_second": SHOWN_PER_SECOND,

@@ -350,14 +350,14 @@ class Placed:
     @property
     def starts_by(self) -> float:
         """Monotonic seconds by which the first token must come; inf: it has come, or has no objective."""
-        slo = self.request.slo
+        slo = self.request.promised
         is_open = slo.ttft_s and self.first_at is None
         return self.request.arrived + slo.ttft_s if is_open else math.inf
 
     def ends_by(self, now: float) -> float:
         """Monotonic seconds by which the last token must come for E2E and TPOT; inf: no such objective."""
         assert self.route is not None
-        slo, by = self.request.slo, math.inf
+        slo, by = self.request.promised, math.inf
         if slo.e2e_s:
             by = self.request.arrived + slo.e2e_s
         if slo.tpot_s:

@@ -3,7 +3,7 @@
 import { axis, bar, element, fillTable, swatch } from "./elements.js";
 import { attainment, before, burn, clock, count, duration, percent, perSecond, rate } from "./numbers.js";
 
-export const CLASS_COLOURS = { interactive: "blue", chat: "orange", batch: "green" };
+export const CLASS_COLOURS = { standard: "sky", interactive: "blue", chat: "orange", batch: "green" };
 export const STAGE_COLOURS = { queued: "grey", prefill: "orange", transfer: "purple", decode: "blue", failover: "red" };
 const SOURCE_COLOURS = ["blue", "orange", "green", "purple", "sky", "grey"];
 /** A burn of 1 uses the budget of 30 days in 30 days; 14.4 uses 2 % of it in an hour and pages somebody. */
