@@ -184,6 +184,17 @@ def test_wildcard_addresses_are_reached_through_loopback(bound: str, reached: st
     assert reachable(bound) == reached
 
 
+def test_every_gateway_gets_the_chat_template_and_the_kind_of_sampling(tmp_path: Path) -> None:
+    options = FleetOptions(
+        model_dir=Path("m"), num_gateways=2, chat_template=tmp_path / "own.jinja", generation_config="none"
+    )
+    commands = [spec.command for spec in plan_fleet(options).processes if spec.role == "gateway"]
+    assert len(commands) == 2
+    for command in commands:
+        assert command[command.index("--chat-template") + 1] == str(tmp_path / "own.jinja")
+        assert command[command.index("--generation-config") + 1] == "none"
+
+
 def test_off_loopback_the_links_between_pods_need_tls_or_insecure() -> None:
     with pytest.raises(OptionError, match=r"--host 10\.0\.0\.7 is not loopback: give --tls"):
         FleetOptions(model_dir=Path("m"), host="10.0.0.7")

@@ -12,7 +12,7 @@ import chat_templates
 import pytest
 from model_folders import make_folder
 from tandem_core.errors import InvalidRequestError, ModelLoadError
-from tandem_core.model.chat_template import ChatTemplate, Segment
+from tandem_core.model.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, Segment
 from tandem_core.model.conversation import ChatOptions, Message, Tool, ToolCall
 from tandem_core.model.token_pattern import any_of
 from tandem_core.model.tokenizer import Tokenizer
@@ -71,6 +71,39 @@ def test_what_a_template_refuses_or_may_not_do_is_the_callers_error(source):
 def test_a_template_that_is_no_jinja_is_one_clear_error():
     with pytest.raises(ModelLoadError, match="chat template cannot be compiled"):
         template("{% if %}")
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"{% if %}", "line 1: Expected an expression"),
+        (b"a\nb\n{{ x | unheard_of }}", "line 3: No filter named 'unheard_of'"),
+        (b"{% for m in messages %}\n\n{{ m.content + 1 }}{% endfor %}", "line 3: can only concatenate"),
+        (b"a\n{{ raise_exception('system first') }}", "line 2: system first"),
+        (b"hello", "does not show the user's message"),
+        (b"\xff\xfe", "cannot be read as UTF-8"),
+        (b" " * (MAX_TEMPLATE_BYTES + 1), "has more than 1,048,576 bytes"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_template_is_named_with_its_line(tmp_path, content, fault):
+    path = tmp_path / "own.jinja"
+    path.write_bytes(content)
+    folder = make_folder(tmp_path / "model", without_merges(100, SPECIAL), chat_template="{{ messages }}")
+    with pytest.raises(ModelLoadError, match=f"^--chat-template {path}: {fault}"):
+        Tokenizer(folder, path)
+    with pytest.raises(ModelLoadError, match=r"--chat-template .*none\.jinja: cannot be read"):
+        Tokenizer(folder, tmp_path / "none.jinja")
+
+
+def test_a_file_replaces_the_template_of_the_model(tmp_path):
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", encoding="utf-8")
+    folder = make_folder(tmp_path / "model", without_merges(100, SPECIAL), chat_template="{{ messages }}")
+    tokenizer = Tokenizer(folder, path)
+    assert tokenizer.decode(tokenizer.encode_chat([Message("user", "ab")]), skip_special_tokens=False) == (
+        "<|im_start|>ab"
+    )
+    assert tokenizer.manifest.chat_template == path.read_text(encoding="utf-8")
 
 
 def test_a_model_without_a_template_sends_chat_elsewhere(tmp_path):

@@ -28,6 +28,13 @@ def test_a_missing_model_folder_is_named(tmp_path):
     assert "tandem model pull" in error
 
 
+def test_a_chat_template_that_cannot_be_used_is_named_with_its_line(model_folder, tmp_path):
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for m in messages %}\n{{ m.content }")
+    error = _run("--model", str(model_folder), "--decode", "a:1", "--chat-template", str(path))
+    assert f"{path}: line 2: " in error
+
+
 def test_a_missing_keys_file_is_named(model_folder, tmp_path):
     missing = str(tmp_path / "keys")
     arguments = ("--model", str(model_folder), "--decode", "a:1", "--api-keys-file", missing)

@@ -16,9 +16,11 @@ import hashlib
 import itertools
 import json
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import jinja2
 
@@ -32,6 +34,8 @@ from tandem_core.model.tool_prompt import uses_tools, with_tools_as_text
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 #: Mistral's templates refuse tool call ids of another length.
 _SHORT_ID_CHARS = 9
+#: Longest file of a template; those of models have up to 20 kB.
+MAX_TEMPLATE_BYTES = 1 << 20
 #: Characters that stay as they are in JSON and in Python's repr, but are in hardly any text.
 _MARKS = range(0x20000, 0x2A6D0)
 
@@ -67,7 +71,8 @@ class ChatTemplate:
             self._template = template_environment().from_string(source)
         except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ModelLoadError(
-                f"the model's chat template cannot be compiled ({error}); pull a model with a valid template"
+                f"the model's chat template cannot be compiled ({_fault(error)}); pull a model with a valid "
+                "template, or start with --chat-template FILE"
             ) from error
         self._special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._control = re.compile(any_of(control_tokens))
@@ -112,6 +117,34 @@ class ChatTemplate:
         begin, stop = (f"(?:{mark}|{re.escape(json.dumps(mark)[1:-1])})" for mark in (opening, closing))
         pieces = re.split(f"{begin}({self._control.pattern}){stop}|{begin}|{stop}", text)
         return [Segment(piece, is_quoted=index % 2 == 1) for index, piece in enumerate(pieces) if piece]
+
+    @staticmethod
+    def check_file(path: Path, bos_token: str, eos_token: str) -> str:
+        """The template in a file, which can be compiled and shows a user's message. Raises ModelLoadError
+        naming file and line."""
+
+        def refuse(what: object, cause: Exception | None = None) -> NoReturn:
+            raise ModelLoadError(f"--chat-template {path}: {what}; give a Jinja template of chats") from cause
+
+        try:
+            with path.open("rb") as file:
+                content = file.read(MAX_TEMPLATE_BYTES + 1)
+            source = content.decode()
+        except (OSError, ValueError) as error:
+            refuse(f"cannot be read as UTF-8 text ({error})", error)
+        if len(content) > MAX_TEMPLATE_BYTES:
+            refuse(f"has more than {MAX_TEMPLATE_BYTES:,} bytes")
+        probe = {"role": "user", "content": "probed question"}
+        try:
+            text = template_environment().from_string(source).render(
+                messages=[probe], tools=None, documents=None, add_generation_prompt=True,
+                bos_token=bos_token, eos_token=eos_token,
+            )  # fmt: skip
+        except Exception as error:  # a template is a program, and may fail as any does
+            refuse(_fault(error), error)
+        if probe["content"] not in text:
+            refuse("does not show the user's message")
+        return source
 
     @functools.cached_property
     def tool_use(self) -> ToolUse | None:
@@ -190,6 +223,14 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "messages", f"the model's chat template refuses them: {error}"
             ) from error
+
+
+def _fault(error: Exception) -> str:
+    """The error, behind the line of the template where it occurred, as far as that is known."""
+    line = getattr(error, "lineno", None)
+    for frame in traceback.extract_tb(error.__traceback__):
+        line = frame.lineno if frame.filename == "<template>" else line
+    return f"line {line}: {error}" if line else str(error) or type(error).__name__
 
 
 def _as_dict(message: Message, use: ToolUse | None) -> dict[str, Json]:

@@ -7,6 +7,7 @@ detokenizer.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -32,9 +33,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 class Tokenizer:
     """A model's tokenizer and chat template, with its manifest."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read tokenizer.json and tandem.json of a model folder. Raises ModelLoadError."""
-        self.manifest = manifest = ModelManifest.read(folder)
+    def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
+        """Reads tokenizer.json and tandem.json of a model folder. `chat_template`: a file that replaces the
+        model's template. Raises ModelLoadError."""
+        manifest = ModelManifest.read(folder)
+        if chat_template is not None:
+            source = ChatTemplate.check_file(chat_template, manifest.bos_token, manifest.eos_token)
+            manifest = dataclasses.replace(manifest, chat_template=source)
+        self.manifest = manifest
         path = folder / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")

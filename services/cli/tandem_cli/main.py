@@ -16,6 +16,7 @@ from tandem_cli.doctor.command import doctor
 from tandem_cli.options import (
     ApiKeyOption,
     CaOption,
+    ChatTemplateOption,
     DtypeOption,
     MaxTokensOption,
     ModelOption,
@@ -86,11 +87,12 @@ def up(
         )
         check_settings(options, plan_fleet(options))
         folder = models.obtain(model)
-        name = ModelManifest.read(folder).limited_to(options.max_model_len).name
+        manifest = ModelManifest.read(folder).limited_to(options.max_model_len)
+        models.check_for_gateways(manifest, options.chat_template, options.generation_config)
         numerics = options.dtype, options.quantization
         models.prepare_weights(folder, *numerics)
         options = replace(options, model_dir=folder, memory_bytes=models.free_memory(folder, *numerics))
-        run_fleet(options, name, state_file or cache_root() / "run" / f"{port}.json")
+        run_fleet(options, manifest.name, state_file or cache_root() / "run" / f"{port}.json")
     except (OptionError, TracingSettingsError) as error:
         fail(str(error), code=2)
     except (PortInUseError, ModelLoadError, RedisNotFoundError, StartupError) as error:
@@ -184,6 +186,7 @@ def generate(
         bool,
         typer.Option("--chat/--raw", help="Apply the model's chat template, or complete the text as is."),
     ] = True,
+    chat_template: ChatTemplateOption = None,
     temperature: TemperatureOption = None,
     max_tokens: MaxTokensOption = 256,
     seed: SeedOption = None,
@@ -205,17 +208,18 @@ def generate(
         fail("--speculation global needs the text of other requests; start a fleet with `tandem up`", code=2)
     try:
         folder = models.obtain(model)
+        from tandem_core.model.tokenizer import Tokenizer
         from tandem_drafting.drafter import drafter_for
         from tandem_engine.llm import LLM
 
         text = sys.stdin.read() if prompt == "-" else prompt
         if not text.strip():
             fail("the prompt is empty; give some text")
+        tokens = Tokenizer(folder, chat_template)
         llm = LLM(folder, drafter=drafter_for(speculation), dtype=dtype, quantization=quantization)
         sampling = SamplingParams(**{**llm.manifest.sampling, "max_tokens": max_tokens, "seed": seed or 0})
         if temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=temperature)
-        tokens = llm.tokenizer
         prompt_ids = tokens.encode_chat([Message("user", text)]) if as_chat else tokens.encode(text)
         for piece in llm.stream(prompt_ids, sampling):
             sys.stdout.write(piece)

@@ -94,6 +94,16 @@ def prepare_weights(folder: Path, dtype: str, quantization: str) -> None:
         )
 
 
+def check_for_gateways(manifest: ModelManifest, chat_template: Path | None, generation_config: str) -> None:
+    """Raises ModelLoadError for a template or a recommended sampling that gateways refuse."""
+    if generation_config == "auto":
+        _ = manifest.sampling
+    if chat_template is not None:
+        from tandem_core.model.chat_template import ChatTemplate
+
+        ChatTemplate.check_file(chat_template, manifest.bos_token, manifest.eos_token)
+
+
 def free_memory(folder: Path, dtype: str, quantization: str) -> int:
     """Bytes of RAM for pods in addition to the mapped weights of `prepare_weights`; at least 1."""
     from tandem_engine.free_memory import available_bytes

@@ -45,6 +45,10 @@ TemperatureOption = Annotated[
     float | None,
     typer.Option(min=0.0, max=2.0, help="0 picks the likeliest token; unset: as the model recommends."),
 ]
+ChatTemplateOption = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="File of a Jinja template instead of the model's own."),
+]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Equal seeds give equal texts.")]
 

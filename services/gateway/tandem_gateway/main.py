@@ -64,7 +64,7 @@ class GatewayProcess:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        tokenizer = Tokenizer(settings.model)
+        tokenizer = Tokenizer(settings.model, settings.chat_template)
         tokenizer.manifest = tokenizer.manifest.limited_to(settings.max_model_len)
         tokenizer.prepare_to_encode()
         keys = ApiKeys.load(settings.api_keys_file, load_slo_classes(settings.slo_classes_file))

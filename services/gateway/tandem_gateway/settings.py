@@ -44,6 +44,8 @@ class GatewaySettings(RedisSettings):
     """model folder with tandem.json and tokenizer.json"""
     max_model_len: Annotated[int, Field(ge=0)] = 0
     """longest text, prompt and answer, in tokens, the same as for the pods; 0: the model's context"""
+    chat_template: Path | None = None
+    """file of a Jinja template that replaces the model's chat template"""
     generation_config: Literal["auto", "none"] = "auto"
     """sampling of requests that leave it out; auto: as the model's files recommend; none: OpenAI's defaults
     """

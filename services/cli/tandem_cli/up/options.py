@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from tandem_core.speculation import SpeculationMode
 
-from tandem_cli.options import DtypeOption, QuantizationOption
+from tandem_cli.options import ChatTemplateOption, DtypeOption, QuantizationOption
 from tandem_cli.up.log_view import LogFormat, LogLevel
 
 ROLES = ("gateway", "decode", "prefill", "lookahead")
@@ -77,6 +77,7 @@ class FleetOptions:
     max_model_len: Annotated[
         int, typer.Option(help="Longest text, prompt and answer, in tokens; 0: the model's context.")
     ] = 0
+    chat_template: ChatTemplateOption = None
     generation_config: Annotated[
         Literal["auto", "none"],
         typer.Option(help="Sampling left out by requests: as the model recommends, or OpenAI's defaults."),

@@ -133,6 +133,8 @@ class _Planner:
         if options.max_model_len:
             flags += ["--max-model-len", str(options.max_model_len)]
         flags += ["--generation-config", options.generation_config]
+        if options.chat_template is not None:
+            flags += ["--chat-template", str(options.chat_template)]
         if options.api_keys_file is not None:
             flags += ["--api-keys-file", str(options.api_keys_file)]
         if options.no_api_keys:
