@@ -17,7 +17,7 @@ from fake_pods import REVISION, FakePod
 from google.protobuf.descriptor import Descriptor
 from redis_servers import RedisServer, answers
 from structlog.testing import capture_logs
-from tandem_gateway.answers.answer_store import FORMAT, StoreError
+from tandem_gateway.answers.answer_store import FORMAT, PAGE_EVENTS, StoreError
 from tandem_proto.v1 import answers_pb2, gateway_pb2
 from waiting import until, until_async
 
@@ -662,6 +662,45 @@ async def test_following_an_answer_does_not_read_its_prompts_again(pods, two_gat
     assert len(pod.requests) == 16, "the second gateway must have followed"
     assert followed.text == (await computing).text
     assert num_bytes < 20 * prompts_bytes, "dozens of reads, of which one needs the prompts"
+
+
+async def test_a_long_answer_is_read_in_pages(pods, two_gateways, monkeypatch):
+    pod = await pods(words=WORDS * 16)
+    one, other = await two_gateways(pod)
+    body = {**CHAT_BODY, "n": 8, "max_tokens": len(WORDS) * 16}
+    whole = events_of((await one.http.post(CHAT, json=body)).text)
+    assert len(whole) > 2 * PAGE_EVENTS
+    read, pages = redis.Redis.lrange, []
+
+    async def counted(*arguments: object) -> list:
+        pages.append(await read(*arguments))
+        return pages[-1]
+
+    monkeypatch.setattr(redis.Redis, "lrange", counted)
+    tail = await rest(other, CHAT, whole[0][0])
+    assert without_times(tail) == without_times(whole[1:])
+    assert max(map(len, pages)) == PAGE_EVENTS
+
+
+async def test_a_slow_search_for_one_answer_holds_up_no_other(pods, two_gateways, monkeypatch):
+    pod = await pods(words=WORDS)
+    _, other = await two_gateways(pod)
+    store, is_slow, go_on = other.process.store, asyncio.Event(), asyncio.Event()
+    read = store.read
+
+    async def slow_at_first(name: str) -> object:
+        if not is_slow.is_set():
+            is_slow.set()
+            await go_on.wait()
+        return await read(name)
+
+    monkeypatch.setattr(store, "read", slow_at_first)
+    first, second = ({"idempotency-key": key} for key in ("first", "second"))
+    slow = asyncio.create_task(other.http.post(CHAT, json=CHAT_BODY, headers=first))
+    await is_slow.wait()
+    assert (await asyncio.wait_for(other.http.post(CHAT, json=CHAT_BODY, headers=second), 5)).is_success
+    go_on.set()
+    assert (await slow).is_success
 
 
 async def has_key(client: redis.Redis, pattern: str) -> bool:

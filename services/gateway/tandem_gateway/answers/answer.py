@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from tandem_core.slo import SloTarget
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import answers_pb2, decode_pb2
 
-from tandem_gateway.answers.answer_store import StoreError, decode_event, encode_event
+from tandem_gateway.answers.answer_store import StoreError, encode_event
 from tandem_gateway.request import (
     NO_LIMITS,
     Event,
@@ -51,6 +52,8 @@ class Answer:
     events: list[bytes] = field(default_factory=list)
     #: For each choice the number of its tokens, plus one after its end.
     position: list[int] = field(init=False)
+    #: For each choice its tokens.
+    _outputs: list[array[int]] = field(init=False)
     _num_ended: int = 0
     #: Why the computation ended before the answer did.
     error: Exception | None = None
@@ -77,6 +80,7 @@ class Answer:
     def __post_init__(self) -> None:
         self.num_bytes = self.record.ByteSize() + _ANSWER_OVERHEAD
         self.position = [0] * self.num_choices
+        self._outputs = [array("I") for _ in self.position]
 
     @property
     def name(self) -> str:
@@ -110,8 +114,12 @@ class Answer:
         payload = encode_event(event)
         self.events.append(payload)
         self.position[event.choice] += num_positions(event)
-        self._num_ended += isinstance(event, decode_pb2.DecodeFinished)
         self.num_bytes += len(payload) + _EVENT_OVERHEAD
+        if isinstance(event, decode_pb2.DecodeFinished):
+            self._num_ended += 1
+        else:
+            self._outputs[event.choice].extend(event.token_ids)
+            self.num_bytes += self._outputs[event.choice].itemsize * len(event.token_ids)
 
     def fail(self, error: Exception) -> None:
         self.error = error
@@ -161,17 +169,10 @@ class Answer:
             )
             for request in (self.record.request, *self.record.more_requests)
         ]
-        outputs: list[list[int]] = [[] for _ in range(self.num_choices)]
-        ended = set()
-        for event in map(decode_event, self.events):
-            if isinstance(event, decode_pb2.DecodeFinished):
-                ended.add(event.choice)
-            else:
-                outputs[event.choice] += event.token_ids
         return tuple(
-            replace(request, output_token_ids=tuple(outputs[request.choice]))
+            replace(request, output_token_ids=tuple(self._outputs[request.choice]))
             for request in choices_of(prompts, self.record.num_choices or 1)
-            if request.choice not in ended
+            if self.position[request.choice] == len(self._outputs[request.choice])  # it has not ended
         )
 
 

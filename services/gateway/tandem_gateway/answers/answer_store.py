@@ -45,6 +45,8 @@ LEASE_MS = 1000
 _HEARTBEAT_S = 0.3
 #: Longest wait for Redis, because streams pause meanwhile.
 _TIMEOUT_S = 0.5
+#: Events that one call reads: an answer of 100,000 takes longer than that wait, and the event loop's turn.
+PAGE_EVENTS = 500
 #: Longest wait for a new connection; no stream waits for it.
 _CONNECT_S = 2.0
 
@@ -113,7 +115,7 @@ class StoredAnswer:
 
 @dataclass(frozen=True)
 class StoredProgress:
-    #: From the requested position.
+    #: From the requested position, at most PAGE_EVENTS.
     events: list[Event]
     owner: str
     #: Whether a live gateway computes the answer.
@@ -214,18 +216,25 @@ class AnswerStore:
         with self._unreadable(name):
             async with self.connection() as redis:
                 payload = await redis.hget(self._key(name), "record")
-                if payload is None:
-                    return None
-                payloads = await redis.lrange(self._key(name) + ":events", 0, -1)
+            if payload is None:
+                return None
             record = answers_pb2.AnswerRecord.FromString(payload)
             if record.model != self._model:
                 raise ValueError("it belongs to another model or format")
-            return StoredAnswer(record, [decode_event(payload) for payload in payloads])
+            events: list[Event] = []
+            while not len(events) % PAGE_EVENTS:
+                progress = await self.read_on(name, record.id, len(events))
+                if progress is None:
+                    return None
+                events += progress.events
+                if not progress.events:
+                    break
+            return StoredAnswer(record, events)
         return None
 
     async def read_on(self, name: str, answer_id: str, start: int) -> StoredProgress | None:
-        """The events from `start`, without the record, which has all prompts. None: there is none of this id,
-        or it cannot be read."""
+        """A page of events from `start`, without the record, which has all prompts. None: there is none of
+        this id, or it cannot be read."""
         with self._unreadable(name):
             async with self.connection() as redis:
                 stored_id, stored_owner = await redis.hmget(self._key(name), ("id", "owner"))
@@ -239,7 +248,7 @@ class AnswerStore:
                     await redis.get(_GATEWAY_PREFIX + gateway), number
                 )
                 # Read after the check of the owner, which includes a dead owner's last events.
-                payloads = await redis.lrange(self._key(name) + ":events", start, -1)
+                payloads = await redis.lrange(self._key(name) + ":events", start, start + PAGE_EVENTS - 1)
             return StoredProgress([decode_event(payload) for payload in payloads], owner, is_owned)
         return None
 

@@ -14,6 +14,7 @@ from tandem_service.tasks import end_tasks
 
 from tandem_gateway.answers.answer import Answer
 from tandem_gateway.answers.answer_store import (
+    PAGE_EVENTS,
     AnswerStore,
     NotOwnerError,
     StoredAnswer,
@@ -124,13 +125,16 @@ class AnswerWriter:
                     self._store.end(owner)
 
     async def _read_on(self, answer: Answer) -> StoredProgress:
-        stored = await self._store.read_on(answer.name, answer.record.id, len(answer.events))
-        if stored is None:
-            raise AnswerGivenUpError("the answer was given up by the gateway that computed it")
-        for event in stored.events:
-            answer.add(event)
-        answer.notify()
-        return stored
+        """Adds all events that the answer lacks."""
+        while True:
+            stored = await self._store.read_on(answer.name, answer.record.id, len(answer.events))
+            if stored is None:
+                raise AnswerGivenUpError("the answer was given up by the gateway that computed it")
+            for event in stored.events:
+                answer.add(event)
+            answer.notify()
+            if len(stored.events) < PAGE_EVENTS:
+                return stored
 
     async def _write_behind(self) -> None:
         while True:

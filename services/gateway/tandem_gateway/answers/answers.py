@@ -25,6 +25,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from weakref import WeakValueDictionary
 
 from tandem_core.codec import sampling_to_proto, slo_to_proto
 from tandem_core.contracts import RefusalReason
@@ -35,6 +36,7 @@ from tandem_service.tasks import end_tasks
 
 from tandem_gateway.answers.answer import NAME_CHARS, RUN_CHARS, Answer, Sent, num_positions
 from tandem_gateway.answers.answer_store import (
+    PAGE_EVENTS,
     AnswerStore,
     NotOwnerError,
     StoredAnswer,
@@ -87,8 +89,8 @@ class Answers:
         self._request_timeout_s = request_timeout_s
         self._kept = kept
         self._running: set[Answer] = set()
-        #: Serializes search and creation by name, so that a name has one answer here.
-        self._lock = asyncio.Lock()
+        #: By name; each serializes search and creation, so that a name has one answer here.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._is_stopping = False
         self.is_draining = False
         self._changed = asyncio.Event()
@@ -178,7 +180,7 @@ class Answers:
             self._kept.add(answer)
             return answer
         tracing.current().stage("store answer")
-        async with self._lock:
+        async with self._lock(name):
             found = await self._find(name)
             try:
                 if found is None and self._writer is not None and not await self._writer.begin(answer):
@@ -200,8 +202,9 @@ class Answers:
         tracing.current().stage("look up answer")
         if not _KEY.fullmatch(key):
             raise InvalidRequestError("Idempotency-Key", "must be 1 to 255 printable ASCII characters")
-        async with self._lock:
-            found = await self._find(_key_name(tenant, key))
+        name = _key_name(tenant, key)
+        async with self._lock(name):
+            found = await self._find(name)
         if found is None:
             return None
         self._metrics.resumed.labels("key").inc()
@@ -222,11 +225,12 @@ class Answers:
                 "Last-Event-ID", "is not an event id of this API; send the id as received"
             )
         answer_id, position = match[1], tuple(map(int, match[2].split(".")))
+        name = answer_id[:NAME_CHARS]
         deadline = time.monotonic() + STORE_WAIT_S
         while True:
             try:
-                async with self._lock:
-                    found = await self._find(answer_id[:NAME_CHARS], answer_id=answer_id, must_look=True)
+                async with self._lock(name):
+                    found = await self._find(name, answer_id=answer_id, must_look=True)
                 break
             except UnavailableError:
                 if time.monotonic() >= deadline:
@@ -348,8 +352,11 @@ class Answers:
             self._writer.settled(answer)
         answer.notify()
 
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
     async def _find(self, name: str, *, answer_id: str = "", must_look: bool = False) -> Answer | None:
-        """The answer of this name here or in the store. Hold the lock.
+        """The answer of this name here or in the store. Hold the name's lock.
 
         `answer_id`: the answer's id, if the caller knows it; `must_look`: raise UnavailableError without
         Redis.
@@ -369,7 +376,7 @@ class Answers:
         # The answer here is a copy, and another gateway may have continued it.
         try:
             stored = await self._writer.read(name)
-            answer = None if stored is None else _copy_of(stored)
+            answer = None if stored is None else await _copy_of(stored)
         except StoreError as error:
             if known is None and not must_look:
                 return None
@@ -398,12 +405,14 @@ class Answers:
             self._kept.remove_expired()
 
 
-def _copy_of(stored: StoredAnswer) -> Answer:
+async def _copy_of(stored: StoredAnswer) -> Answer:
     """Raises StoreError for inconsistent events."""
     has_key = bool(stored.record.payload_sha256)
     answer = Answer(stored.record, None, is_kept=True, has_key=has_key, is_copy=True, is_stored=True)
-    for event in stored.events:
+    for number, event in enumerate(stored.events, start=1):
         answer.add(event)
+        if not number % PAGE_EVENTS:
+            await asyncio.sleep(0)
     return answer
 
 
