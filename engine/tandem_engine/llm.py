@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,8 +120,8 @@ class LLM:
             stop_reason="" if stop_token_id is None else str(stop_token_id),
         )
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams) -> Iterator[str]:
-        """Yields text as it becomes final. Closing the iterator early frees the request.
+    def stream(self, prompt: Prompt, sampling: SamplingParams) -> Generator[str, None, Completion]:
+        """Yields text as it becomes final; returns the completion. Closing the iterator frees the request.
 
         Several iterators may be read in turn: the one that waits for text computes for all of them.
         """
@@ -137,7 +137,7 @@ class LLM:
                 elif run.is_live:
                     self._step()
                 else:
-                    return
+                    return run.completion
         finally:
             self._end(run)
 

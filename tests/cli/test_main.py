@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import grpc
@@ -94,11 +95,28 @@ def test_up_names_a_port_in_use_before_it_starts_anything(tmp_path: Path) -> Non
     assert time.monotonic() - started < 10
 
 
-def test_an_unknown_model_is_refused_without_a_traceback(tmp_path: Path) -> None:
-    ended = tandem("model", "show", "no-such-model", home=tmp_path)
+def test_the_version_is_the_installed_one(tmp_path: Path) -> None:
+    assert tandem("--version", home=tmp_path).stdout == f"tandem {metadata.version('tandem')}\n"
+
+
+@pytest.mark.parametrize("command", ["show", "rm"])
+def test_an_unknown_model_is_refused_with_the_names_of_those_that_are_here(command, tmp_path: Path) -> None:
+    fake_model(tmp_path / "models" / "mine")
+    ended = tandem("model", command, "no-such-model", home=tmp_path)
     assert ended.returncode == 1
-    assert "no-such-model" in ended.stderr
+    assert "there is no model 'no-such-model' on this machine; stored are: mine;" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_converted_weights_are_listed_and_removed_alone(tmp_path: Path) -> None:
+    model = fake_model(tmp_path / "models" / "m")
+    (model / "model-float32.safetensors").write_bytes(bytes(3_000_000))
+    others = {path.name for path in model.iterdir()} - {"model-float32.safetensors"}
+    assert "3 MB" in tandem("model", "list", home=tmp_path).stdout.splitlines()[1]
+    removed = tandem("model", "rm", "m", "--converted", home=tmp_path)
+    assert removed.returncode == 0, removed.stderr
+    assert {path.name for path in model.iterdir()} == others
+    assert " -  " in tandem("model", "list", home=tmp_path).stdout.splitlines()[1]
 
 
 def test_an_empty_store_names_the_command_to_fill_it(tmp_path: Path) -> None:
@@ -260,6 +278,7 @@ def test_generate_prints_the_engines_text(model_dir: Path) -> None:
     alone = LLM(model_dir).chat([Message("user", question)], sampling)
     assert alone.text.strip()
     assert printed.stdout == alone.text + "\n"
+    assert "output 12 in " in printed.stderr and "ended by length" in printed.stderr
 
 
 @pytest.fixture

@@ -233,6 +233,8 @@ def test_the_command_prints_plans_and_writes_an_overlay_that_renders(tmp_path: P
         done = CliRunner().invoke(app, args)
         assert done.exit_code == 0, done.output
         assert re.search(r"Best: \d+ (prefill|together)", done.output)
+        assert "llama-3.1-8b on h100, 60 requests" in done.output
+        assert "cannot run this fleet" not in done.output
         assert "Limiting resource: " in done.output
         kubectl = Path(sys.executable).with_name("kubectl")
         if kubectl.exists():
@@ -273,6 +275,28 @@ def test_an_impossible_plan_names_the_reason(args: list[str], what: str) -> None
     done = CliRunner().invoke(app, ["plan", "--rate", "2", "--requests", "20", *args])
     assert done.exit_code == 1
     assert what in done.output
+
+
+def test_a_fleet_that_the_engine_cannot_run_is_last_and_says_so() -> None:
+    arguments = [
+        "plan",
+        "--rate",
+        "2",
+        "--requests",
+        "30",
+        "--prompt-tokens",
+        "1000",
+        "--output-tokens",
+        "100",
+    ]
+    small = CliRunner().invoke(app, [*arguments, "--shape", "llama-3.1-8b"]).output
+    (best,) = re.findall(r"Best: (.*) \(with", small)
+    assert "GPUs" not in best and "GPUs" in small
+    large = CliRunner().invoke(app, [*arguments, "--kv-bits", "8"]).output
+    assert large.startswith("qwen2.5-72b on h200, the defaults of --shape and --gpu")
+    assert large.endswith(
+        "cannot run this fleet yet: the engine has no quantised KV and no tensor parallelism.\n"
+    )
 
 
 def test_an_overlay_is_not_overwritten(tmp_path: Path) -> None:

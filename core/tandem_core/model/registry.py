@@ -58,8 +58,18 @@ def find(name_or_path: str | Path) -> Path | None:
 def resolve(name_or_path: str | Path) -> Path:
     """`find`, but raises ModelLoadError when the model is not on this machine."""
     if (folder := find(name_or_path)) is None:
-        raise ModelLoadError(
-            f"there is no model {str(name_or_path)!r} on this machine; "
-            f"get it with `tandem model pull {name_or_path}`"
-        )
+        raise missing(str(name_or_path))
     return folder
+
+
+def missing(name: str) -> ModelLoadError:
+    """The error about a model that is not on this machine."""
+    stored = ", ".join(manifest.name for manifest in list_models()) or "none"
+    return ModelLoadError(
+        f"there is no model {name!r} on this machine; stored are: {stored}; `tandem model pull` gets others"
+    )
+
+
+def converted_weights(folder: Path, manifest: ModelManifest) -> list[Path]:
+    """Weights that were made from those of the model; a start makes them again."""
+    return [path for path in folder.glob("*.safetensors") if path.name != manifest.weights]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
-from tandem_core.model.registry import folder_name, list_models, models_root
+from tandem_core.model.registry import converted_weights, folder_name, missing, models_root
 
 from tandem_engine.model_loader.files import locked
 
@@ -30,15 +30,15 @@ class RemovedModel:
         return sum(self.files.values())
 
 
-def remove(name: str) -> RemovedModel:
-    """Also removes what an unfinished pull of this name has left. Raises ModelLoadError."""
+def remove(name: str, *, only_converted: bool = False) -> RemovedModel:
+    """Also removes what an unfinished pull of this name has left; or only the converted weights of a complete
+    model. Raises ModelLoadError."""
     root = models_root()
     folder = root / folder_name(name)
     fresh = folder.with_name(f".{folder.name}.new")
     # The name is a single component, so that nothing outside of the store can be meant.
     if folder.parent != root or folder.name in ("", ".", "..") or not (folder.is_dir() or fresh.is_dir()):
-        stored = ", ".join(manifest.name for manifest in list_models()) or "none"
-        raise ModelLoadError(f"there is no model {name!r} on this machine; stored are: {stored}")
+        raise missing(name)
     try:
         with locked(root / f".{folder.name}.lock"):
             if users := _processes_that_map(folder):
@@ -46,6 +46,12 @@ def remove(name: str) -> RemovedModel:
                     f"{name} is in use by process {', '.join(map(str, users))}; end it (of `tandem up`: "
                     "Ctrl-C there), then remove the model"
                 )
+            if only_converted:
+                made = converted_weights(folder, ModelManifest.read(folder))
+                files = {path.name: path.stat().st_size for path in made}
+                for path in made:
+                    path.unlink()
+                return RemovedModel(folder, files, None)
             kept = _source_outside(folder)
             files = {p.name: p.stat().st_size for f in (folder, fresh) for p in f.rglob("*") if p.is_file()}
             for existing in (folder, fresh):

@@ -10,7 +10,7 @@ from typing import IO, Annotated
 
 import typer
 
-from tandem_cli.options import fail
+from tandem_cli.options import fail, table
 
 app = typer.Typer(help="Show, export, import or remove shared text.", no_args_is_help=True)
 
@@ -27,9 +27,6 @@ ServiceOption = Annotated[
 @app.command()
 def stats(target: ServiceOption = None) -> None:
     """Show the namespaces of this replica."""
-    from rich.console import Console
-    from rich.table import Table
-
     from tandem_cli import lookahead_admin
 
     with _failures():
@@ -39,16 +36,13 @@ def stats(target: ServiceOption = None) -> None:
         f"{status.pod_id}: Redis {answers}; {status.streams_open} streams of pods; "
         f"{status.spans_received_total:,} spans received, {status.spans_dropped_total:,} dropped"
     )
-    if not status.namespaces:
+    filled = [space for space in status.namespaces if space.num_tokens]
+    if not filled:
         typer.echo("no shared text yet")
         return
-    table = Table(box=None)
-    for title in ("tenant", "revision"):
-        table.add_column(title, overflow="fold")
-    for title in ("sequences", "tokens", "shared", "MiB", "pods", "snapshot", "lag"):
-        table.add_column(title, justify="right")
-    for space in status.namespaces:
-        table.add_row(
+    titles = ("tenant", "revision", ">sequences", ">tokens", ">shared", ">MiB", ">pods", ">snapshot", ">lag")
+    rows = [
+        (
             space.namespace.tenant,
             space.namespace.model_revision[:12],
             f"{space.num_runs:,}",
@@ -59,7 +53,11 @@ def stats(target: ServiceOption = None) -> None:
             f"{space.compaction_age_s:.0f} s ago" if space.HasField("compaction_age_s") else "not yet",
             f"{space.lag_s:.1f} s" if space.HasField("lag_s") else "?",
         )
-    Console().print(table)
+        for space in filled
+    ]
+    typer.echo(table(titles, *rows))
+    if num_empty := len(status.namespaces) - len(filled):
+        typer.echo(f"and {num_empty} without text")
 
 
 @app.command("export")

@@ -11,7 +11,7 @@ import typer
 from tandem_core.model.registry import DEFAULT_MODEL
 from tandem_core.speculation import SpeculationMode
 
-from tandem_cli import bench_command, lookahead_command, model_command
+from tandem_cli import bench_command, keys_command, lookahead_command, model_command
 from tandem_cli.doctor.command import doctor
 from tandem_cli.options import (
     ApiKeyOption,
@@ -32,16 +32,32 @@ from tandem_cli.up.options import FleetOptions, OptionError, PodFlag
 
 app = typer.Typer(
     name="tandem",
-    help="Serve a language model with separate prefill and decode pods.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(model_command.app, name="model")
 app.add_typer(bench_command.app, name="bench")
 app.add_typer(lookahead_command.app, name="lookahead")
+app.add_typer(keys_command.app, name="keys")
 app.command()(plan)
 app.command()(doctor)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from tandem_service.version import software_version
+
+        typer.echo(f"tandem {software_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve a language model with separate prefill and decode pods."""
 
 
 @app.command()
@@ -221,12 +237,24 @@ def generate(
         if temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=temperature)
         prompt_ids = tokens.encode_chat([Message("user", text)]) if as_chat else tokens.encode(text)
-        for piece in llm.stream(prompt_ids, sampling):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+        pieces = llm.stream(prompt_ids, sampling)
+        try:
+            while True:
+                sys.stdout.write(next(pieces))
+                sys.stdout.flush()
+        except StopIteration as end:
+            completion = end.value
     except TandemError as error:
         fail(str(error))
     sys.stdout.write("\n")
+    sys.stdout.flush()
+    stats, num_tokens = completion.stats, len(completion.token_ids)
+    typer.echo(
+        f"TTFT {stats.ttft_s:.3f} s, E2E {stats.e2e_s:.3f} s; prompt {stats.prompt_tokens} tokens, output "
+        f"{num_tokens} in {stats.decode_steps} steps; drafted {stats.drafted_tokens}, accepted "
+        f"{stats.accepted_tokens}; ended by {completion.finish_reason.name.lower()}",
+        err=True,
+    )
 
 
 @app.command(

@@ -8,7 +8,7 @@ import typer
 from tandem_core.errors import ModelLoadError
 from tandem_core.model import registry
 
-from tandem_cli.options import fail, megabytes
+from tandem_cli.options import fail, megabytes, table
 
 app = typer.Typer(help="Download, list, show and remove models.", no_args_is_help=True)
 
@@ -49,9 +49,6 @@ def pull_model(
 @app.command("list")
 def list_models() -> None:
     """The models on this machine."""
-    from rich.console import Console
-    from rich.table import Table
-
     try:
         manifests = registry.list_models()
     except ModelLoadError as error:
@@ -65,15 +62,14 @@ def list_models() -> None:
     if not manifests:
         typer.echo(f"no models yet; get one with `tandem model pull {registry.DEFAULT_MODEL}`")
         return
-    table = Table(box=None)
-    for title in ("name", "family", "context", "on disk", "licence"):
-        table.add_column(title, overflow="fold")
-    for manifest in manifests:
-        folder = registry.resolve(manifest.name)
+    rows = []
+    for one in manifests:
+        folder = registry.resolve(one.name)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        context = f"{manifest.max_model_len:,}"
-        table.add_row(manifest.name, manifest.architecture, context, megabytes(size), manifest.license)
-    Console().print(table)
+        converted = sum(path.stat().st_size for path in registry.converted_weights(folder, one))
+        sizes = f"{one.max_model_len:,}", megabytes(size), megabytes(converted) if converted else "-"
+        rows.append((one.name, one.architecture, *sizes, one.license))
+    typer.echo(table(("name", "family", ">context", ">on disk", ">of it converted", "licence"), *rows))
 
 
 @app.command("show")
@@ -131,12 +127,16 @@ def show_model(
 @app.command("rm")
 def remove_model(
     name: Annotated[str, typer.Argument(help="Name of a model as in `tandem model list`.")],
+    converted: Annotated[
+        bool,
+        typer.Option("--converted", help="Only the converted weights, which the next start makes again."),
+    ] = False,
 ) -> None:
     """Delete a model and print the freed space. Refused while a process on this machine uses the model."""
     from tandem_engine.model_loader import remove
 
     try:
-        removed = remove(name)
+        removed = remove(name, only_converted=converted)
     except ModelLoadError as error:
         fail(str(error))
     for file, size in removed.files.items():

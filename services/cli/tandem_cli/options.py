@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_origin, get_type_hints
 
@@ -55,6 +55,14 @@ SeedOption = Annotated[int | None, typer.Option(min=0, help="Equal seeds give eq
 
 def megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e6:.2g} MB"
+
+
+def table(titles: Sequence[str], *rows: Sequence[str]) -> str:
+    """Rows in columns; titles that begin with > are those of numeric columns."""
+    lines = [[title.removeprefix(">") for title in titles], *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    forms = ["<>"[title.startswith(">")] + str(width) for title, width in zip(titles, widths, strict=True)]
+    return "\n".join("  ".join(map(format, line, forms)).rstrip() for line in lines)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

@@ -54,8 +54,8 @@ def reason(error: ErrorDetails) -> str:
 def first_problem(error: ValidationError, known: Iterable[str], whole: str) -> str:
     """Place and reason of the first problem. `known`: names of fields; `whole`: name of what is validated."""
     errors = error.errors(include_url=False, include_input=False)
-    # A misspelt name explains one that is missing.
-    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
-    place = [str(part) for part in first["loc"] if part != "[key]"]
-    unknown = did_you_mean(place[-1], known) if first["type"] == "extra_forbidden" else ""
-    return f"{'.'.join(place) or whole}: {reason(first)}{unknown}"
+    for one in errors:  # a misspelt name explains one that is missing
+        if one["type"] == "extra_forbidden" and (meant := did_you_mean(str(one["loc"][-1]), known)):
+            return f"{'.'.join(map(str, one['loc']))}: is unknown{meant}"
+    place = [str(part) for part in errors[0]["loc"] if part != "[key]"]
+    return f"{'.'.join(place) or whole}: {reason(errors[0])}"

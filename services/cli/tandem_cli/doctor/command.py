@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,7 +62,7 @@ def doctor(
     if manifests is not None:
         if gateways or state_file:
             fail("give manifests, or --gateway or --state-file for a running system", code=2)
-        findings = _before(manifests)
+        findings, examined = _before(manifests)
     else:
         from tandem_service.redis_client import RedisAddress
         from tandem_service.tls import TlsFileError
@@ -77,30 +77,33 @@ def doctor(
         if gateways:
             redis = RedisAddress(redis_url, redis_ca_file) if redis_url else None
             addresses = [targets.gateway(address, "grpc") for address in gateways]
-            findings = asyncio.run(_after(ask_by_gateways(addresses, access, redis, lookahead or ())))
+            asking: Coroutine[None, None, System] = ask_by_gateways(addresses, access, redis, lookahead or ())
         else:
-            findings = _of_up(state_file, access)
-    typer.echo(json.dumps([asdict(one) for one in findings], indent=2) if as_json else report(findings))
+            asking = _of_up(state_file, access)
+        findings, examined = asyncio.run(_after(asking))
+    shown = [asdict(one) for one in findings]
+    typer.echo(json.dumps(shown, indent=2) if as_json else report(findings, examined))
     if any(one.severity == "error" for one in findings):
         raise typer.Exit(1)
 
 
-def _before(path: Path) -> list[Finding]:
-    from tandem_cli.doctor.examine import examine_manifests
+def _before(path: Path) -> tuple[list[Finding], str]:
+    from tandem_cli.doctor.examine import MANIFEST_CHECKS, examine_manifests
     from tandem_cli.doctor.manifests import ManifestError, read_manifests
 
     try:
-        return examine_manifests(read_manifests(path))
+        objects = read_manifests(path)
+        examined = f"{len(MANIFEST_CHECKS)} checks, {len(objects.workloads)} workloads"
+        return examine_manifests(objects), examined
     except ManifestError as error:
         fail(str(error), code=2)
 
 
-def _of_up(state_file: Path | None, access: Access) -> list[Finding]:
+def _of_up(state_file: Path | None, access: Access) -> Coroutine[None, None, System]:
     from dataclasses import replace
 
     from tandem_service.tls import PodTls, Role, TlsFileError
 
-    from tandem_cli.doctor.finding import Finding
     from tandem_cli.doctor.system import ask_by_state
     from tandem_cli.targets import fleet_of
     from tandem_cli.up.state_file import read_state
@@ -116,22 +119,25 @@ def _of_up(state_file: Path | None, access: Access) -> list[Finding]:
         try:
             access = replace(access, tls=PodTls(certificate_files(Path(record.tls_dir), Role.GATEWAY)))
         except TlsFileError as error:
-            what, _, remedy = str(error).rpartition("; ")
-            return [Finding(record.tls_dir, f"{what}.", f"{remedy}.", check="certificates")]
-    return asyncio.run(_after(ask_by_state(record, access)))
+            fail(str(error), code=2)
+    return ask_by_state(record, access)
 
 
-async def _after(asking: Awaitable[System]) -> list[Finding]:
-    from tandem_cli.doctor.examine import examine_system
+async def _after(asking: Coroutine[None, None, System]) -> tuple[list[Finding], str]:
+    from tandem_cli.doctor.examine import NUM_SYSTEM_CHECKS, examine_system
 
-    return await examine_system(await asking)
+    system = await asking
+    num_processes = len((*system.gateways, *system.pods, *system.lookahead)) + (system.redis is not None)
+    examined = f"{NUM_SYSTEM_CHECKS} checks, {num_processes} processes"
+    typer.echo(f"{examined}; the requests of some take up to a minute", err=True)
+    return await examine_system(system), examined
 
 
-def report(findings: Sequence[Finding]) -> str:
+def report(findings: Sequence[Finding], examined: str) -> str:
     """The findings as text, errors first."""
     if not findings:
-        return "nothing found"
+        return f"{examined}: no problem"
     ordered = sorted(findings, key=lambda one: one.severity != "error")
     num_errors = sum(one.severity == "error" for one in findings)
     blocks = [f"{one.severity}: {one.where} [{one.check}]\n  {one.what}\n  {one.remedy}" for one in ordered]
-    return "\n".join([*blocks, f"{num_errors} errors, {len(findings) - num_errors} warnings"])
+    return "\n".join([*blocks, f"{examined}: {num_errors} errors, {len(findings) - num_errors} warnings"])

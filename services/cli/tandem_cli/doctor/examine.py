@@ -16,6 +16,7 @@ from tandem_cli.doctor.system_checks import SYSTEM_CHECKS
 
 SubjectT = TypeVar("SubjectT")
 MANIFEST_CHECKS = (*READABLE_CHECKS, *SETTINGS_CHECKS, *LIFECYCLE_CHECKS)
+NUM_SYSTEM_CHECKS = len(SYSTEM_CHECKS) + len(PROBES)
 
 
 def examine_manifests(objects: Objects) -> list[Finding]:

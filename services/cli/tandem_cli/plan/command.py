@@ -11,7 +11,7 @@ import typer
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import tokens_gained
 
-from tandem_cli.options import ApiKeyOption, CaOption, fail
+from tandem_cli.options import ApiKeyOption, CaOption, fail, table
 from tandem_cli.plan import costs as pod_costs
 from tandem_cli.plan.costs import GPUS, SHAPES, DoesNotFitError, ModelShape
 from tandem_cli.plan.fleet_plan import Contention, FleetPlan
@@ -114,7 +114,8 @@ def plan(
             fail(f"--shape {shape} is unknown; use one of {', '.join(SHAPES)}")
         model = replace(SHAPES[shape], weight_bytes=weight_bits / 8, kv_bytes=kv_bits / 8)
         asked = _sizes(gpu, model, per_hour, chunk_size or FleetPlan.chunk_size)
-        name = f"{shape} on {gpu}"
+        is_default = (shape, gpu) == ("qwen2.5-72b", "h200")
+        name = f"{shape} on {gpu}" + ", the defaults of --shape and --gpu" * is_default
     asked = [replace(fleet, **given) for fleet in asked]
     results: list[Result] = []
     for fleet in asked:
@@ -131,11 +132,18 @@ def plan(
     if not results:
         typer.echo(f"No fleet of {name} keeps these objectives: {_why_none(asked, workload, slo)}")
         raise typer.Exit(1)
-    results.sort(key=lambda result: (result.plan.num_devices, result.e2e_s[1]))
+    lacking = [] if measured else _lacking(weight_bits, kv_bits)
+    results.sort(key=lambda one: (one.plan.costs.num_devices > 1, one.plan.num_devices, one.e2e_s[1]))
     best = results[0]
+    if best.plan.costs.num_devices > 1:
+        lacking.append("tensor parallelism")
     typer.echo(f"{name}, {len(workload)} requests at {len(workload) / workload[-1].arrival_s:.3g}/s\n")
     typer.echo(_table(results[:_MOST_SHOWN]))
+    if results[-1].plan.costs.num_devices > 1:
+        typer.echo("More than one GPU per pod needs tensor parallelism, which the engine does not have yet.")
     typer.echo("\n" + _conclusion(best, slack(best, workload, slo, attainment)))
+    if lacking:
+        typer.echo(f"Tandem cannot run this fleet yet: the engine has no {' and no '.join(lacking)}.")
     if out is not None:
         from tandem_cli.plan.overlay import write_overlay
 
@@ -143,6 +151,12 @@ def plan(
             typer.echo(f"wrote {write_overlay(out, base, best)}")
         except FileExistsError as error:
             fail(f"{error.filename} exists already; name another folder with --out")
+
+
+def _lacking(weight_bits: int, kv_bits: int) -> list[str]:
+    """What the engine does not have yet of what the options assume."""
+    assumed = {"quantised weights on GPUs": weight_bits < 16, "quantised KV": kv_bits < 16}
+    return [name for name, is_assumed in assumed.items() if is_assumed]
 
 
 def _contention(text: str) -> Contention:
@@ -250,10 +264,8 @@ def _table(results: list[Result]) -> str:
         )
         for result in results
     ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in (head, *rows)
-    )
+    has_prices = any(result.per_million_tokens for result in results)
+    return table(*(row if has_prices else row[:-1] for row in (head, *rows)))
 
 
 def _pods(plan: FleetPlan) -> str:
