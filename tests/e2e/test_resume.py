@@ -95,7 +95,7 @@ async def whole_answer(urls: list[str], index: int, rng: random.Random, tally: T
     cause, cut_at, give_up_at = "", 0.0, time.monotonic() + LIMIT_S
     async with httpx.AsyncClient(timeout=30.0, trust_env=False) as client:
         while not received.is_done:
-            headers = {"last-event-id": received.last_id} if received.last_id else {}
+            headers = {"last-event-id": received.last_id} if received.last_id else {"x-event-ids": "true"}
             if key and not received.last_id:
                 headers["idempotency-key"] = key
             request = None if received.last_id else body(index)

@@ -154,7 +154,7 @@ def test_a_stream_is_rendered_in_linear_time(kind: type[TypedEventsRenderer], st
 
         def run() -> None:
             for chunk in chunks:
-                renderer.chunk(chunk, with_usage_field=False)
+                renderer.chunk(chunk)
 
         return run
 

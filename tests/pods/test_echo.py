@@ -115,7 +115,7 @@ async def test_a_stream_sends_the_prompt_first_and_is_resumed_without_it(tiny_mo
                     events.append((event_id, json.loads(line[6:])))
             return events
 
-        events = await lines({})
+        events = await lines({"X-Event-Ids": "true"})
         for index, choice in enumerate(whole["choices"]):
             parts = [e["choices"][0] for _, e in events if e["choices"][0]["index"] == index]
             assert parts[0]["text"].startswith(TEXT)

@@ -107,6 +107,7 @@ class ShownAs(_message.Message):
     TOKENS_AS_IDS_FIELD_NUMBER: _builtins.int
     NUM_BEST_FIELD_NUMBER: _builtins.int
     HIDES_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CONTINUOUS_USAGE_FIELD_NUMBER: _builtins.int
     ECHOED_TEXTS_FIELD_NUMBER: _builtins.int
     HIDES_OUTPUT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
@@ -118,6 +119,8 @@ class ShownAs(_message.Message):
     """Of each prompt's choices only so many, those with the highest mean log probability; 0: all."""
     hides_logprobs: _builtins.bool
     """Without the log probabilities, which were only computed to compare choices."""
+    continuous_usage: _builtins.bool
+    """Each chunk of a stream has the usage so far."""
     hides_output: _builtins.bool
     """Without the token that was generated, since the caller asked for none."""
     prompt_logprobs: _builtins.int
@@ -133,13 +136,14 @@ class ShownAs(_message.Message):
         tokens_as_ids: _builtins.bool = ...,
         num_best: _builtins.int = ...,
         hides_logprobs: _builtins.bool = ...,
+        continuous_usage: _builtins.bool = ...,
         echoed_texts: _abc.Iterable[_builtins.str] | None = ...,
         hides_output: _builtins.bool = ...,
         prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "echoed_texts", b"echoed_texts", "hides_logprobs", b"hides_logprobs", "hides_output", b"hides_output", "num_best", b"num_best", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids", "tokens_as_ids", b"tokens_as_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "continuous_usage", b"continuous_usage", "echoed_texts", b"echoed_texts", "hides_logprobs", b"hides_logprobs", "hides_output", b"hides_output", "num_best", b"num_best", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids", "tokens_as_ids", b"tokens_as_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015

@@ -23,7 +23,7 @@ def request() -> TokenizedRequest:
     )  # fmt: skip
 
 
-async def run(_requests):
+async def run(_requests, _on_accepted):
     for token in range(NUM_EVENTS - 1):
         yield decode_pb2.DecodeChunk(text="w ", token_ids=[token], offset=token)
     yield decode_pb2.DecodeFinished(reason=common_pb2.FINISH_REASON_LENGTH)

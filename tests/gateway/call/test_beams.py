@@ -125,7 +125,7 @@ async def test_a_resumed_search_sends_only_missing_choices(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
     body = {**BEAMS, "n": 3, "stream": True}
-    whole = (await front.http.post(COMPLETIONS, json=body)).text
+    whole = (await front.http.post(COMPLETIONS, json=body, headers={"x-event-ids": "true"})).text
     events = [event for event in whole.split("\n\n") if event.startswith("id: ")]
     for num_seen in (2, 3):
         last = events[num_seen - 1].partition("\n")[0].removeprefix("id: ")

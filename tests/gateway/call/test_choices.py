@@ -12,6 +12,7 @@ from waiting import until_async
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
+WITH_IDS = {"x-event-ids": "true"}
 
 
 def events_of(text: str) -> list[tuple[str, dict]]:
@@ -163,7 +164,7 @@ async def test_a_stream_cut_after_any_event_is_resumed(pods, gateway, cut):
     body = {"prompt": [5, 6], "n": 3, "stream": True, "logprobs": 1}
     texts = dict.fromkeys(range(3), "")
     last = ""
-    async with front.http.stream("POST", COMPLETIONS, json=body) as response:
+    async with front.http.stream("POST", COMPLETIONS, json=body, headers=WITH_IDS) as response:
         num = 0
         async for line in response.aiter_lines():
             if line.startswith("id: "):
@@ -184,7 +185,8 @@ async def test_a_stream_cut_after_any_event_is_resumed(pods, gateway, cut):
 
 async def test_a_position_of_another_number_of_choices_is_refused(pods, gateway):
     front = await gateway(await pods())
-    events = events_of((await front.http.post(CHAT, json={"messages": USER, "n": 2, "stream": True})).text)
+    body = {"messages": USER, "n": 2, "stream": True}
+    events = events_of((await front.http.post(CHAT, json=body, headers=WITH_IDS)).text)
     assert events[-1][0].endswith("-4.4")
     for wrong in ("4", "4.4.4", "4.5"):
         last = events[-1][0].rpartition("-")[0] + "-" + wrong

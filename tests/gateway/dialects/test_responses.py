@@ -156,10 +156,10 @@ async def test_fields_without_an_effect_are_accepted(front):
 
 
 async def test_a_cut_stream_is_resumed_with_the_same_ids_and_numbers(front):
-    async with front.http.stream("POST", "/v1/responses", json={"input": "hi", "stream": True}) as answer:
+    body, with_ids = {"input": "hi", "stream": True}, {"x-event-ids": "true"}
+    async with front.http.stream("POST", "/v1/responses", json=body, headers=with_ids) as answer:
         frames = [frame async for frame in _frames(answer)]
-    with_ids = [(n, frame) for n, frame in enumerate(frames) if "id" in frame]
-    number, frame = with_ids[1]
+    number, frame = [(n, frame) for n, frame in enumerate(frames) if "id" in frame][1]
     headers = {"last-event-id": frame["id"]}
     async with front.http.stream("POST", "/v1/responses", headers=headers) as answer:
         rest = [frame async for frame in _frames(answer)]

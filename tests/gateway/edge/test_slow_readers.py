@@ -56,7 +56,7 @@ async def test_an_http_client_that_leaves_before_the_first_byte_frees_the_place(
     assert source.closed
 
 
-async def test_a_silent_stream_has_pings_between_its_events():
+async def test_a_silent_stream_has_pings_between_its_events(monkeypatch):
     may_end, sent = asyncio.Event(), []
 
     async def connected() -> dict[str, str]:
@@ -74,7 +74,8 @@ async def test_a_silent_stream_has_pings_between_its_events():
             may_end.set()
 
     held = AsyncExitStack()
-    stream = EventStream(Request(SCOPE, connected), events(), held=held, ping=b"ping", ping_s=0.02)
+    monkeypatch.setattr("tandem_gateway.edge.http_stream._PING_S", 0.02)
+    stream = EventStream(Request(SCOPE, connected), events(), held=held, ping=b"ping")
     async with asyncio.timeout(3.0):
         await stream(SCOPE, connected, send)
     assert [part for part in sent if part != b"ping"] == [None, b"first", b"last", b""]

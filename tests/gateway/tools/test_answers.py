@@ -122,7 +122,7 @@ async def test_a_stream_that_is_resumed_inside_a_call_loses_nothing(fronted):
     """Resumed after any event, the client gets the call unchanged, with its id."""
     front = await fronted(CALL)
     body = {"messages": USER, "tools": [TOOL], "stream": True}
-    response = await front.http.post(CHAT, json=body)
+    response = await front.http.post(CHAT, json=body, headers={"x-event-ids": "true"})
     blocks = response.text.split("\n\n")
     ids = [re.match(r"id: (\S+)", block) for block in blocks]
     expected = _calls_of(response.text)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from tandem_core.contracts import RefusalReason
@@ -50,11 +50,16 @@ class Admission:
 
     @asynccontextmanager
     async def slot(
-        self, request: TokenizedRequest, num_places: int = 1, other_tokens: int = 0
+        self,
+        request: TokenizedRequest,
+        num_places: int = 1,
+        other_tokens: int = 0,
+        on_accepted: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[Admitted]:
         """Holds the request's places for the length of the block. `other_tokens`: tokens of the call's other
-        prompts, which are computed before this one. Raises OverloadedError, or DeadlineError if the
-        request's deadline passes before it is admitted."""
+        prompts, which are computed before this one. `on_accepted` is called when admission will not refuse
+        the request any more: it begins, or waits in the queue. Raises OverloadedError, or DeadlineError if
+        the request's deadline passes before it is admitted."""
         tenant, places = request.tenant, request.limits.places
         if places is not None and num_places > max(places, 1):
             raise InvalidRequestError(
@@ -74,7 +79,7 @@ class Admission:
         admitted = self.gate.decide(request, num_places, other_tokens)
         self.queue.opened(admitted)
         try:
-            await self._enter(admitted)
+            await self._enter(admitted, on_accepted)
             try:
                 yield admitted
             finally:
@@ -148,15 +153,17 @@ class Admission:
 
     # -- places ---------------------------------------------------------------------------------------
 
-    async def _enter(self, admitted: Admitted) -> None:
+    async def _enter(self, admitted: Admitted, on_accepted: Callable[[], None]) -> None:
         request, queue = admitted.request, self.queue
         if self._admit_waiting():
             admitted.effects = None  # its plan does not include the requests that just began
         is_next = not queue.is_behind_others(admitted)
         if is_next and queue.fits(request, admitted.num_places) and self.gate.may_begin(admitted):
             self._take(admitted)
+            on_accepted()
             return
         waiter = queue.wait(admitted)
+        on_accepted()
         admitted.effects = None
         if not request.has_objectives:
             admitted.forecast = None  # the wait of a best-effort request is not predicted

@@ -59,6 +59,8 @@ class Answer:
     error: Exception | None = None
     task: asyncio.Task[None] | None = None
     is_running: bool = False
+    #: Whether admission has accepted the computation that runs.
+    is_accepted: bool = False
     num_readers: int = 0
     #: Whether it was removed here and must leave the store.
     is_forgotten: bool = False
@@ -141,6 +143,15 @@ class Answer:
     async def wait(self) -> None:
         """Waits for the next `notify`."""
         await self._news.wait()
+
+    def accept(self) -> None:
+        self.is_accepted = True
+        self.notify()
+
+    async def accepted(self) -> None:
+        """Waits until admission will not refuse the computation any more."""
+        while not self.is_accepted:
+            await self.wait()
 
     def _request_of(self, choice: int) -> decode_pb2.DecodeRequest:
         """The request for the choice's prompt."""

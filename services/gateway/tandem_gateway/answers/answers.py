@@ -76,7 +76,7 @@ class Answers:
 
     def __init__(
         self,
-        run: Callable[[Sequence[TokenizedRequest]], AsyncGenerator[Event, None]],
+        run: Callable[[Sequence[TokenizedRequest], Callable[[], None]], AsyncGenerator[Event, None]],
         metrics: GatewayMetrics,
         store: AnswerStore | None,
         *,
@@ -113,7 +113,7 @@ class Answers:
         """Ends the running answers with an error; clients can resume them at another gateway."""
         self.is_draining = self._is_stopping = True
         for answer in list(self._running):
-            answer.fail(_stopping())
+            answer.fail(_stopping(is_resumable=answer.is_kept))
             if answer.task is not None:
                 answer.task.cancel(GATEWAY_STOPS)
 
@@ -132,11 +132,12 @@ class Answers:
         num_choices: int = 1,
         with_usage: bool = False,
         shown: answers_pb2.ShownAs | None = None,
-        is_streamed: bool = True,
+        is_resumable: bool = True,
         key: str = "",
         payload_sha256: bytes = b"",
     ) -> Answer:
         """A new answer with `num_choices` choices for each prompt, or the existing answer of the same key.
+        `is_resumable`: its events have ids, if there is room to keep it; with a key they always do.
 
         Raises IdempotencyKeyError, OverloadedError, UnavailableError.
         """
@@ -169,11 +170,11 @@ class Answers:
                 payload_sha256=payload_sha256,
             ),
             choices_of(prompts, num_choices),
-            is_kept=(is_streamed or bool(key)) and has_room,
+            is_kept=(is_resumable or bool(key)) and has_room,
             has_key=bool(key),
         )
         if not answer.is_kept:
-            if self._kept.ttl_s > 0 and is_streamed:
+            if self._kept.ttl_s > 0 and is_resumable:
                 self._metrics.not_kept.labels("memory").inc()
             return answer
         if not key:
@@ -300,7 +301,7 @@ class Answers:
 
     def _start(self, answer: Answer) -> None:
         if self._is_stopping:
-            raise _stopping()
+            raise _stopping(is_resumable=answer.is_kept)
         requests = answer.requests or answer.remaining(self._request_timeout_s)
         answer.requests = None
         answer.task = asyncio.create_task(self._compute(answer, requests))
@@ -312,10 +313,11 @@ class Answers:
         is_final = False
         try:
             if self._writer is not None and answer.is_stored and not answer.owner:
+                answer.accept()  # another gateway may compute it
                 await self._writer.take_over(answer, requests[0].deadline)
                 requests = answer.remaining(self._request_timeout_s)
             if not answer.has_ended:
-                async with aclosing(self._run(requests)) as events:
+                async with aclosing(self._run(requests, answer.accept)) as events:
                     async for event in events:
                         await self._add(answer, event)
         except NotOwnerError as error:
@@ -343,7 +345,7 @@ class Answers:
         """Call it after a computation, whatever its outcome. `is_final`: it would fail again."""
         self._running.discard(answer)
         self._kept.count(answer)  # includes events read from the store
-        answer.is_running = False
+        answer.is_running = answer.is_accepted = False
         self._changed.set()
         answer.last_used = time.monotonic()
         if is_final or not answer.is_kept or not (answer.events or answer.is_stored):
@@ -445,8 +447,9 @@ def _not_kept(event_id: str) -> AnswerNotFoundError:
     )
 
 
-def _stopping() -> UnavailableError:
-    return UnavailableError("the gateway is stopping; send the request again, or continue with Last-Event-ID")
+def _stopping(*, is_resumable: bool = False) -> UnavailableError:
+    remedy = ", or continue with Last-Event-ID" if is_resumable else ""
+    return UnavailableError(f"the gateway is stopping; send the request again{remedy}")
 
 
 def _is_resumable(error: Exception) -> bool:

@@ -342,8 +342,11 @@ class Gateway:
                 words[spaced] = None
         return {**received.sampling, "bad_words": tuple(words)}
 
-    async def run(self, requests: Sequence[TokenizedRequest]) -> AsyncGenerator[Event, None]:
-        """Yields the events of all choices of one call. Close the generator to cancel them.
+    async def run(
+        self, requests: Sequence[TokenizedRequest], on_accepted: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[Event, None]:
+        """Yields the events of all choices of one call. Close the generator to cancel them. `on_accepted` as
+        in Admission.slot.
 
         All choices are admitted together; each choice, or each beam, takes one place. Raises OverloadedError,
         DeadlineError, UnavailableError, UpstreamError.
@@ -378,7 +381,7 @@ class Gateway:
             longest = max(requests, key=lambda one: len(one.prompt_token_ids))
             num_others = num_prompt - len(longest.prompt_token_ids)
             places = num_places(requests, self.settings.max_in_flight)
-            async with self._admission.slot(longest, places, num_others) as admitted:
+            async with self._admission.slot(longest, places, num_others, on_accepted) as admitted:
                 num_computed = num_prompt
                 for choice in running:
                     choice.admitted(admitted)

@@ -82,12 +82,12 @@ class TypedEventsRenderer(ChatRenderer):
 
     _has_started = False
 
-    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
-        chat = super().chunk(chunk, with_usage_field=False)
+    def chunk(self, chunk: decode_pb2.DecodeChunk) -> Json | None:
+        chat = super().chunk(chunk)
         return None if chat is None else {"events": self._events(_only_choice(chat))}
 
-    def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
-        return {"events": self._events(_only_choice(super().finish(end, with_usage_field=False)))}
+    def finish(self, end: decode_pb2.DecodeFinished) -> Json:
+        return {"events": self._events(_only_choice(super().finish(end)))}
 
     def encode(self, body: Json, event_id: str = "", *, in_steps: bool = False) -> bytes:
         """The last event has the id: a client that has it has the others too."""

@@ -53,6 +53,9 @@ class MessagesRenderer(TypedEventsRenderer):
             content.append({"type": "tool_use", **_head_of(call), "input": _parsed(arguments)})
         return self._message(content, _stop(choice), _usage(chat["usage"]))
 
+    def ping(self, *, has_ids: bool) -> bytes:
+        return self.encode({"events": [{"type": "ping"}]})
+
     def encode_error(self, error: TandemError) -> bytes:
         return self.encode({"events": [{"type": "error", **error_json(error)}]})
 

@@ -72,6 +72,7 @@ _MAX_TOKEN_ID_DIGITS = 10
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -243,6 +244,7 @@ class _CommonBody(_SamplingBody):
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
             num_best=(self.n or 1) if self.compares_choices else 0,
             hides_logprobs=self.compares_choices and not self.wants_logprobs,
+            continuous_usage=bool(self.stream_options and self.stream_options.continuous_usage_stats),
             prompt_logprobs=self.prompt_logprobs if self.shows_prompt_logprobs else None,
         )
 

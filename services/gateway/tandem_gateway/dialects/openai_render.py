@@ -109,6 +109,9 @@ class Renderer(ABC):
         self._token_bytes = token_bytes
         self._prompts = [request.prompt_token_ids for request in (record.request, *record.more_requests)]
         self._num_choices = record.num_choices or 1
+        self._with_usage = record.with_usage
+        #: Tokens so far, by choice.
+        self._num_tokens: Counter[int] = Counter()
         #: By choice.
         self._parsers = parsers_of(record)
         self._as_function_call = record.form.as_function_call
@@ -134,17 +137,21 @@ class Renderer(ABC):
     def encode_error(self, error: TandemError) -> bytes:
         return sse(error_json(error))
 
-    #: Sent while there are no events; clients ignore the comment.
-    ping = b": ping\n\n"
+    def ping(self, *, has_ids: bool) -> bytes:
+        """A comment, sent while there are no events. Readers that know only events need the empty line after
+        it; those that remember ids (of OpenAI's and other clients) would take it for an event without data.
+        """
+        return b": ping\n" if has_ids else b": ping\n\n"
 
     def encode_end(self) -> bytes:
         """The bytes after the last event of a complete stream."""
         return SSE_DONE
 
-    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
+    def chunk(self, chunk: decode_pb2.DecodeChunk) -> Json | None:
         """Renders a chunk; None: nothing to show yet, for example an incomplete character."""
         is_first = self.is_first(chunk)
         shown = self._shown(chunk)
+        self._num_tokens[chunk.choice] += len(shown.token_ids)
         echoed = self._echoed_text(chunk.choice) if is_first else ""
         part = self._parsers[chunk.choice].push(echoed + shown.text)
         shows_ids, is_echo = self._shown_as.token_ids, is_first and bool(self._shown_as.echoed_texts)
@@ -155,17 +162,17 @@ class Renderer(ABC):
         delta = self._delta(part, is_first=is_first)
         choice = {"index": chunk.choice, **delta, "logprobs": logprobs, "finish_reason": None}
         if not shows_ids:
-            return self._stream_object([choice], with_usage_field)
+            return self._stream_object([choice])
         choice["token_ids"] = list(shown.token_ids)
         # The prompt's token ids are in the first chunk, as in vLLM.
         prompt = list(self._prompts[chunk.choice // self._num_choices]) if is_first else None
-        return self._of_prompts(self._stream_object([choice], with_usage_field), "prompt_token_ids", [prompt])
+        return self._of_prompts(self._stream_object([choice]), "prompt_token_ids", [prompt])
 
     def is_first(self, chunk: decode_pb2.DecodeChunk) -> bool:
         """Whether it is the first rendered chunk of its choice."""
         return chunk.choice not in self._begun
 
-    def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
+    def finish(self, end: decode_pb2.DecodeFinished) -> Json:
         end = self._shown(end)
         is_first = end.choice not in self._begun
         self._begun.add(end.choice)
@@ -176,11 +183,11 @@ class Renderer(ABC):
             "finish_reason": self._finish_reason(end),
             "stop_reason": self._stop_reason(end),
         }
-        return self._stream_object([choice], with_usage_field)
+        return self._stream_object([choice])
 
     def usage_chunk(self) -> Json:
         """The chunk after the last choice's end."""
-        return {**self._stream_object([], False), "usage": self._usage()}
+        return {**self._stream_object([]), "usage": self._usage()}
 
     def whole(self, events: Sequence[Event]) -> Json:
         choices = [_Choice(number, [], []) for number in range(len(self._prompts) * self._num_choices)]
@@ -255,9 +262,21 @@ class Renderer(ABC):
         texts = self._shown_as.echoed_texts
         return texts[choice // self._num_choices] if texts else ""
 
-    def _stream_object(self, choices: Sequence[Json], with_usage_field: bool) -> Json:
+    def _stream_object(self, choices: Sequence[Json]) -> Json:
         body = {**self._head, "object": self._chunk_object, "choices": choices}
-        return {**body, "usage": None} if with_usage_field else body
+        return {**body, "usage": self._usage_so_far(choices)} if self._with_usage else body
+
+    def _usage_so_far(self, choices: Sequence[Json]) -> Json | None:
+        """The usage in the chunk of a choice; None unless the caller wants it in each chunk, as from vLLM."""
+        if not (choices and self._shown_as.continuous_usage):
+            return None
+        number = cast(int, choices[0]["index"])
+        num_prompt, num_output = len(self._prompts[number // self._num_choices]), self._num_tokens[number]
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        }
 
     def _logprobs(
         self, choice: int, positions: Sequence[common_pb2.PositionLogprobs], *, is_first: bool

@@ -1,19 +1,32 @@
-"""JSON as bytes, and server-sent events of it."""
+"""JSON as bytes, and server-sent events of it, in a form that simple readers understand too.
+
+Many clients read a stream line by line, and some break lines like Python's str.splitlines. So the JSON of an
+event has no character at which any of them breaks: JSON escapes control characters, this module the others.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 
 #: Encodes like Starlette's JSONResponse.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _CONTAINERS = (dict, list, tuple)
+#: Line breaks of Unicode that JSON permits in strings.
+_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
 SSE_DONE = b"data: [DONE]\n\n"
 
 
 def json_bytes(value: object, *, in_steps: bool = False) -> bytes:
-    """Encodes JSON; `in_steps`: in many short calls of the encoder, so that other threads run in between."""
-    return "".join(_parts(value) if in_steps else [_ENCODER.encode(value)]).encode()
+    """Encodes JSON on one line; `in_steps`: in many short calls of the encoder, so that other threads run in
+    between."""
+    return "".join(_parts(value) if in_steps else [_encoded(value)]).encode()
+
+
+def _encoded(value: object) -> str:
+    text = _ENCODER.encode(value)
+    return text if text.isascii() else _LINE_BREAKS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _parts(value: object) -> Iterator[str]:
@@ -21,7 +34,7 @@ def _parts(value: object) -> Iterator[str]:
     if isinstance(value, dict) and any(isinstance(part, _CONTAINERS) for part in value.values()):
         yield "{"
         for index, (name, part) in enumerate(value.items()):
-            yield f"{',' if index else ''}{_ENCODER.encode(name)}:"
+            yield f"{',' if index else ''}{_encoded(name)}:"
             yield from _parts(part)
         yield "}"
     elif isinstance(value, (list, tuple)) and any(isinstance(part, _CONTAINERS) for part in value):
@@ -31,7 +44,7 @@ def _parts(value: object) -> Iterator[str]:
             yield from _parts(part)
         yield "]"
     else:
-        yield _ENCODER.encode(value)
+        yield _encoded(value)
 
 
 def sse(event: Mapping[str, object], event_id: str = "", *, in_steps: bool = False) -> bytes:

@@ -66,7 +66,7 @@ class PartedResponse(Response):
 
 
 class EventStream(PartedResponse):
-    """Streams `events`, and `ping` when there is none for `ping_s`. Closes them when the client disconnects.
+    """Streams `events`, and `ping` when there is none for _PING_S. Closes them when the client disconnects.
 
     `held` is closed with the response, also if `events` never started, which does not run its own clean-up.
     """
@@ -78,15 +78,14 @@ class EventStream(PartedResponse):
         *,
         held: AsyncExitStack,
         ping: bytes,
-        ping_s: float = _PING_S,
     ) -> None:
         super().__init__("text/event-stream", {"cache-control": "no-cache"})
         self._receive = request.receive
         self._events = events
         self._held = held
         self._ping = ping
-        self._ping_s = ping_s
-        self._is_silent = False
+        #: The loop's time.
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -100,15 +99,19 @@ class EventStream(PartedResponse):
         pings = asyncio.create_task(self._send_pings(send))
         try:
             async for event in self._events:
-                self._is_silent = False
-                await self.send_part(send, event)
+                await self._send_event(send, event)
         finally:
             await end_tasks([pings])
         await self.send_part(send, b"", is_last=True)
 
+    async def _send_event(self, send: Send, event: bytes) -> None:
+        self._sent_at = asyncio.get_running_loop().time()
+        await self.send_part(send, event)
+
     async def _send_pings(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
         while True:
-            self._is_silent = True
-            await asyncio.sleep(self._ping_s)
-            if self._is_silent:
-                await self.send_part(send, self._ping)
+            await asyncio.sleep(self._sent_at + _PING_S - loop.time())
+            if loop.time() >= self._sent_at + _PING_S:
+                await self._send_event(send, self._ping)

@@ -2,10 +2,11 @@
 /v1/messages for Anthropic's.
 
 key -> body bytes (limited) -> ReceivedRequest -> TokenizedRequest -> run
-    stream    waits for the first event or 2 s before it sends the status line, so that a refusal is a 429;
+    stream    the status line when admission has accepted the request, or has let it wait in the queue;
               pings while there are no events
     else      collects all events, then sends one JSON object
-Last-Event-ID    -> the rest of a cut stream; the body is not read
+X-Event-Ids      -> the stream's events have ids
+Last-Event-ID    -> the rest of a cut stream with ids; the body is not read
 Idempotency-Key  -> the answer of the first request with this key and body
 the client disconnects -> the call to the pod ends, unless there is such a key
 """
@@ -57,13 +58,13 @@ _DIALECTS: tuple[tuple[str, type[AnyBody], type[Renderer]], ...] = (
     ("/v1/responses", ResponsesBody, ResponsesRenderer),
     ("/v1/messages", MessagesBody, MessagesRenderer),
 )
-_LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
+_EVENT_IDS, _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "x-event-ids", "last-event-id", "idempotency-key"
 _SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
 _SLO_TTFT, _SLO_TPOT, _SLO_E2E = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"
 _SLO_HEADERS = (_SLO_CLASS, _SLO_TTFT, _SLO_TPOT, _SLO_E2E, _SLO_STRICT)
-#: Time after which the status line is sent without an event. By then admission has decided; only pods can
-#: still refuse the request.
-_STATUS_S = 2.0
+#: Time after admission in which a pod refuses what it cannot compute; a later refusal is an event of the
+#: stream.
+_POD_REFUSES_S = 0.25
 _MAX_OBJECTIVE_MS = LONGEST_OBJECTIVE_S * 1000
 
 
@@ -140,11 +141,12 @@ class OpenAiApi:
                 return await until_disconnect(request.receive, _whole(events, renderer))
             first = asyncio.create_task(_first_new(events, renderer))
             held.push_async_callback(end_tasks, [first])
-            await until_disconnect(request.receive, asyncio.wait((first,), timeout=_STATUS_S))
+            await until_disconnect(request.receive, _decided(first, answer))
             if first.done():
                 first.result()
             stream = _stream(first, events, renderer, with_usage=answer.record.with_usage)
-            return EventStream(request, stream, held=held.pop_all(), ping=renderer.ping)
+            ping = renderer.ping(has_ids=answer.is_kept)
+            return EventStream(request, stream, held=held.pop_all(), ping=ping)
 
     async def _begin(
         self, request: Request, caller: Caller, body_kind: type[AnyBody], kind: str
@@ -192,7 +194,7 @@ class OpenAiApi:
             num_choices=body.num_choices,
             with_usage=body.wants_usage_chunk,
             shown=shown,
-            is_streamed=is_streamed,
+            is_resumable=is_streamed and _flag(request.headers, _EVENT_IDS),
             key=key,
             payload_sha256=digest,
         )
@@ -241,13 +243,23 @@ async def _whole(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Resp
     return Response(data, media_type=JSONResponse.media_type)
 
 
+async def _decided(first: asyncio.Task[Sent], answer: Answer) -> None:
+    """Waits for the first event or an error, but not after it is clear that the answer begins."""
+    accepted = asyncio.create_task(answer.accepted())
+    try:
+        await asyncio.wait((first, accepted), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end_tasks([accepted])
+    await asyncio.wait((first,), timeout=_POD_REFUSES_S)
+
+
 async def _first_new(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Sent:
     """The first event that the client lacks, or the last of all events. Earlier ones pass through the
     renderer, which keeps state."""
     last: Sent | None = None
     async for sent in events:
         if last is not None:
-            await _render(last.event, renderer, with_usage=False)
+            await _render(last.event, renderer)
         last = sent
         if not sent.is_seen:
             break
@@ -264,7 +276,7 @@ async def _stream(
         sent: Sent | None = await first
         while sent is not None:
             is_large = renderer.is_large([sent.event])
-            rendered = await _render(sent.event, renderer, with_usage=with_usage)
+            rendered = await _render(sent.event, renderer)
             if rendered is not None and not sent.is_seen:
                 yield (
                     await asyncio.to_thread(renderer.encode, rendered, sent.event_id, in_steps=True)
@@ -283,13 +295,13 @@ async def _stream(
         yield renderer.encode_error(hidden)
 
 
-async def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json | None:
+async def _render(event: Event, renderer: Renderer) -> Json | None:
     """Renders the event as JSON; None: nothing to show yet."""
     if isinstance(event, decode_pb2.DecodeFinished):
-        return renderer.finish(event, with_usage_field=with_usage)
+        return renderer.finish(event)
     if renderer.is_large([event]):
-        return await asyncio.to_thread(renderer.chunk, event, with_usage_field=with_usage)
-    return renderer.chunk(event, with_usage_field=with_usage)
+        return await asyncio.to_thread(renderer.chunk, event)
+    return renderer.chunk(event)
 
 
 def _slo_class(body: ChatBody | CompletionBody, headers: Headers) -> str:
@@ -313,10 +325,15 @@ def _objectives(headers: Headers) -> SloTarget:
     if repeated is not None:
         raise InvalidRequestError(repeated, "is repeated; send it once")
     ttft_s, tpot_s, e2e_s = (_seconds(headers, name) for name in (_SLO_TTFT, _SLO_TPOT, _SLO_E2E))
-    strict = headers.get(_SLO_STRICT, "false").lower()
-    if strict not in ("true", "false"):
-        raise InvalidRequestError(_SLO_STRICT, f"is {quoted(strict)}; send true or false")
-    return SloTarget("", ttft_s, tpot_s, e2e_s, is_strict=strict == "true")
+    return SloTarget("", ttft_s, tpot_s, e2e_s, is_strict=_flag(headers, _SLO_STRICT))
+
+
+def _flag(headers: Headers, name: str) -> bool:
+    """A header that is true or false; false if it is absent. Raises InvalidRequestError."""
+    text = headers.get(name, "false")
+    if text.lower() not in ("true", "false"):
+        raise InvalidRequestError(name, f"is {quoted(text)}; send true or false")
+    return text.lower() == "true"
 
 
 def _seconds(headers: Headers, name: str) -> float:

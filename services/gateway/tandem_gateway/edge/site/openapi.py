@@ -61,6 +61,7 @@ _ANSWER_HEADERS: Mapping[str, str] = {
     "x-slo-strict": "true: refuse the request rather than serve it later than its objectives.",
     "x-request-id": "Id of the request in logs and receipts; made if it is missing.",
     "idempotency-key": "A request with the same key and body gets the answer of the first one.",
+    "x-event-ids": "true: the stream's events have ids, so that it can be resumed.",
     "last-event-id": "Resumes the stream after this event; the body is not read.",
 }
 _ERRORS = {
