@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+import sys
 
 import pytest
 import structlog
@@ -65,3 +67,21 @@ def test_levels_below_the_setting_are_silent(capsys):
     structlog.get_logger("tandem.test").info("quiet")
     structlog.get_logger("tandem.test").warning("loud")
     assert [line["event"] for line in _lines(capsys)] == ["loud"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_control_characters_of_callers_do_not_reach_the_terminal(capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    logs.configure(PodSettings(log_format="console"), "gateway")
+    given = "\x1b[2J\x9b2J\x07\rx"
+    structlog.get_logger("tandem.test").info("refused", field=given)
+    logging.getLogger("some.library").warning(given)
+    try:
+        raise RuntimeError(given)
+    except RuntimeError:
+        structlog.get_logger("tandem.test").exception("failed")
+    shown = capsys.readouterr().err
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert plain.count(r"\x1b[2J\x9b2J\x07\rx") + plain.count(r"\x1b[2J\x9b2J\x07\\rx") == 3
+    assert plain.isascii() and set(plain) & set(map(chr, range(32))) == {"\n"}
+    assert ("\x1b[" in shown) == is_terminal

@@ -8,12 +8,18 @@ the request id to the context. Output of libraries that use `logging` has the sa
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from tandem_service.settings import CommonSettings
+
+#: Characters on which a terminal acts, in a caller's text that a line quotes; lines of tracebacks end in \n.
+_CONTROLS = r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b"
+#: The renderer's own colors.
+_COLOR = r"(?!\[[0-9;]*m)"
 
 
 class _Line(str):
@@ -42,14 +48,7 @@ def configure(settings: CommonSettings, role: str) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     as_json = settings.log_format == "json"
-    render: Processor = (
-        structlog.processors.JSONRenderer()
-        if as_json
-        # Not structlog's default, which shows local variables: users' prompts, and takes seconds.
-        else structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-        )
-    )
+    render: Processor = structlog.processors.JSONRenderer() if as_json else _console(sys.stderr.isatty())
     if as_json:
         shared.append(structlog.processors.format_exc_info)
 
@@ -81,3 +80,15 @@ def configure(settings: CommonSettings, role: str) -> None:
     # Its start and end are in the server's own log lines.
     # Its warnings are about requests that are no HTTP, which anyone may send.
     logging.getLogger("uvicorn.error").setLevel(max(level, logging.ERROR))
+
+
+def _console(colors: bool) -> Processor:
+    """Renders lines for a terminal, with control characters escaped."""
+    # Not structlog's default, which shows local variables: users' prompts, and takes seconds.
+    render = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)
+    controls = re.compile(_CONTROLS + (_COLOR if colors else ""))
+
+    def render_escaped(logger: WrappedLogger, method: str, event: EventDict) -> str:
+        return controls.sub(lambda found: repr(found[0])[1:-1], render(logger, method, event))
+
+    return render_escaped
