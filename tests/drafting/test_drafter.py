@@ -380,3 +380,27 @@ def test_a_forgotten_request_leaves_nothing_behind():
     drafter.forget("r")
     drafter.extend([Emitted(request, [1], ())])
     assert drafter.num_sequences == 0
+
+
+def test_guides_that_take_long_share_the_time_of_a_step():
+    drafted: list[int] = []
+
+    class Slow:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def draft(self, output_token_ids, tree, max_nodes):
+            until = time.thread_time() + 0.003
+            while time.thread_time() < until:
+                pass
+            drafted.append(self.number)
+
+    drafter = Drafter(None, DraftPolicy(mode=SpeculationMode.LOCAL))
+    requests = [request_at([1, 2], 1, f"r{number}") for number in range(32)]
+    for number, request in enumerate(requests):
+        request.guide = Slow(number)
+    drafter.propose(requests, 8)
+    assert 1 <= len(drafted) <= 3
+    for _ in range(31):
+        drafter.propose(requests, 8)
+    assert set(drafted) == set(range(32))
