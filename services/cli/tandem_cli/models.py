@@ -30,8 +30,11 @@ _LARGE_BYTES = 50_000_000
 def obtain(name_or_path: str) -> Path:
     """The model's folder; pulls a model that is not on this machine. Raises ModelLoadError."""
     folder = registry.find(name_or_path)
-    if folder is None:
-        return pull(name_or_path)
+    return pull(name_or_path) if folder is None else _up_to_date(folder)
+
+
+def _up_to_date(folder: Path) -> Path:
+    """The folder, with what an earlier version left out of it."""
     if ModelManifest.read(folder).recommended_sampling is None:
         from tandem_engine.model_loader import complete
 
@@ -62,7 +65,7 @@ def described(folder: Path) -> ModelDescription:
     """The description of a model for `tandem model show`, computed once. Raises ModelLoadError."""
     from tandem_engine.model_loader.description import keep, read_kept
 
-    if (kept := read_kept(folder)) is not None:
+    if (kept := read_kept(_up_to_date(folder))) is not None:
         return kept
     from tandem_engine.model_loader import describe  # with torch
 
