@@ -10,6 +10,7 @@ import grpc
 import pytest
 from pod_fleet import request, run_fleet
 from tandem_cli.up.up_plan import certificate_files
+from tandem_core.model.manifest import ModelManifest
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
 from tandem_prefill.main import open_pod as open_prefill
@@ -91,6 +92,38 @@ async def test_kv_goes_to_the_callers_host_only(tiny_model: Path, endpoint: str)
         assert info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "ticket.endpoint" in info.value.details()
         assert "is not on the caller's host" in info.value.details()
+        await fleet.assert_idle()
+
+
+async def test_a_pod_copies_no_more_than_a_context_has(tiny_model: Path) -> None:
+    """A ticket of 8 million blocks, 28 MB, silenced a prefill pod until its watchdog killed it."""
+    async with run_fleet(tiny_model) as fleet:
+        most = ModelManifest.read(tiny_model).max_model_len
+        ticket = prefill_pb2.KvTicket(
+            transfer_id=bytes(16),
+            epoch=1,
+            endpoint="tcp://127.0.0.1:9",
+            public_key="x" * 40,
+            layout_fingerprint=fleet.layout.fingerprint,
+            layout_description=fleet.layout.description,
+            wanted_blocks=range(most),
+            credit_bytes=1 << 20,
+        )
+        many_blocks = prefill_pb2.PrefillRequest(request_id="r", prompt_token_ids=[5], ticket=ticket)
+        del ticket.wanted_blocks[:]
+        long_prompt = prefill_pb2.PrefillRequest(prompt_token_ids=[5] * (most + 1), ticket=ticket)
+        ticket.layout_fingerprint, ticket.layout_description = "x" * 100_000, "x=;" * 100_000
+        other_layout = prefill_pb2.PrefillRequest(prompt_token_ids=[5], ticket=ticket)
+        for message, named in (
+            (many_blocks, "ticket.wanted_blocks"),
+            (long_prompt, "prompt: has"),
+            (other_layout, "layouts differ"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=named) as info:
+                await anext(aiter(fleet.prefill.Prefill(message)))
+            assert len(info.value.details()) < 10_000
+        with pytest.raises(grpc.aio.AioRpcError, match="prompt: has"):
+            await anext(aiter(fleet.decode.Decode(request("r", [5] * (most + 1), [], max_tokens=2))))
         await fleet.assert_idle()
 
 

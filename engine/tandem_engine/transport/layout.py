@@ -26,6 +26,10 @@ ELEMENT_BYTES = {
 }
 
 
+#: Characters of another pod's layout that an error shows.
+_SHOWN = 2048
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """The meaning of one KV block's bytes.
@@ -77,6 +81,7 @@ class KVLayout:
         """Raises LayoutMismatchError, with both layouts and their differences, unless they are equal."""
         if other_fingerprint == self.fingerprint:
             return
+        other_fingerprint, other_description = other_fingerprint[:_SHOWN], other_description[:_SHOWN]
         mine = {name: str(value) for name, value in asdict(self).items()}
         theirs = dict(part.strip().partition("=")[::2] for part in other_description.split(";"))
         differing = [

@@ -157,7 +157,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await context.abort(grpc.StatusCode.CANCELLED, "the pod is stopping; send the request to another")
         if self._loop.is_stuck:
             await context.abort(grpc.StatusCode.CANCELLED, "the engine hangs; send the request to another")
-        state = await read_request(self._to_request, request)
+        state = await read_request(self._to_request, request, self._parts.manifest.max_model_len)
         is_shared = not request.decode_retries and not request.choice
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
         self._num_open_calls += 1

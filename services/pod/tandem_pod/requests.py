@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tandem_core.contracts import DEFAULT_DUE_S
+from tandem_core.errors import InvalidRequestError
 from tandem_core.slo import LONGEST_OBJECTIVE_S
 from tandem_engine.request import Request
 from tandem_proto.v1 import decode_pb2, prefill_pb2
@@ -19,8 +20,15 @@ MessageT = TypeVar("MessageT", decode_pb2.DecodeRequest, prefill_pb2.PrefillRequ
 _END_SHARE = 0.95
 
 
-async def read_request(read: Callable[[MessageT], Request], message: MessageT) -> Request:
-    """Runs `read` in a thread if the request has a guide, which takes a while to compile."""
+async def read_request(read: Callable[[MessageT], Request], message: MessageT, max_model_len: int) -> Request:
+    """Runs `read` in a thread if the request has a guide, which takes a while to compile. Raises
+    InvalidRequestError, before it copies them, for more tokens than the context holds."""
+    num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
+    if num_tokens > max_model_len:
+        raise InvalidRequestError(
+            "prompt",
+            f"has {num_tokens} tokens with its output, but the context holds {max_model_len}; send fewer",
+        )
     if message.sampling.HasField("guide"):
         return await asyncio.to_thread(read, message)
     return read(message)

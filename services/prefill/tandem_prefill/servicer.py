@@ -12,6 +12,7 @@ the transfer is aborted and the blocks are released.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -75,7 +76,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         self._parts.layout.check(request.ticket.layout_fingerprint, request.ticket.layout_description)
-        prompt = await read_request(self._to_request, request)
+        max_model_len = self._parts.manifest.max_model_len
+        _check_blocks(request.ticket, math.ceil(max_model_len / self._parts.layout.block_size))
+        prompt = await read_request(self._to_request, request, max_model_len)
         ticket = ticket_from_proto(request.ticket)
         if self._only_to_caller:
             _check_owner(ticket, context)
@@ -239,6 +242,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         # Set only while needed, because a step without a listener computes all layers in one call.
         is_needed = self._streamer.num_open > 0
         self._loop.engine.layer_listener = self._streamer.on_layer_done if is_needed else None
+
+
+def _check_blocks(ticket: prefill_pb2.KvTicket, most: int) -> None:
+    """InvalidRequestError for more blocks than a context has, each of which takes memory here."""
+    if len(ticket.wanted_blocks) > most:
+        raise InvalidRequestError(
+            "ticket.wanted_blocks",
+            f"are {len(ticket.wanted_blocks)}, but the context has {most}; send those of the prompt",
+        )
 
 
 def _check_owner(
