@@ -243,8 +243,8 @@ def test_the_banner_has_commands_for_the_chosen_ports() -> None:
 def test_the_banner_of_a_gateway_with_tls_has_commands_with_tls() -> None:
     flags = (PodFlag("gateway", "tls-cert", "c.pem"), PodFlag("gateway", "tls-key", "k.pem"))
     text = banner(FleetOptions(model_dir=Path("m"), pod_flags=flags), "tiny")
-    assert "tandem chat --target https://127.0.0.1:20051 --ca CA.pem" in text
-    assert "curl --cacert CA.pem https://127.0.0.1:8000/v1/chat/completions" in text
+    assert f"tandem chat --target https://127.0.0.1:20051 --ca {Path.cwd()}/c.pem" in text
+    assert f"curl --cacert {Path.cwd()}/c.pem https://127.0.0.1:8000/v1/chat/completions" in text
     assert "http://" not in text
 
 

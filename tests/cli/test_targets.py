@@ -61,6 +61,13 @@ def test_other_addresses_stay_as_they_are(register) -> None:
     assert targets.gateway("https://api.example.com", "grpc") == "https://api.example.com"
 
 
+def test_a_system_that_still_starts_is_named(register, capsys: pytest.CaptureFixture[str]) -> None:
+    register(ready=False)
+    with pytest.raises(typer.Exit):
+        targets.gateway(None, "grpc")
+    assert "still starts" in capsys.readouterr().err
+
+
 def test_without_a_system_here_the_default_ports_are_tried(register) -> None:
     assert targets.gateway(None, "grpc") == "127.0.0.1:20051"
     assert targets.gateway(None, "http") == "http://127.0.0.1:8000"
@@ -102,7 +109,7 @@ def silent(register) -> Iterator[None]:
         (("bench", "serve", "--rate", "1"), "no gateway answers at 127.0.0.1:1 (Connection refused)"),
         (
             ("bench", "serve", "--rate", "1", "--transport", "http"),
-            "no server answers at http://127.0.0.1:1001",
+            "no gateway answers at http://127.0.0.1:1001",
         ),
         (("top", "--once"), "no gateway answers at http://127.0.0.1:1001"),
         (("lookahead", "stats"), "no lookahead service answers at 127.0.0.1:2001"),

@@ -188,7 +188,7 @@ def ask_once(options: ChatOptions, text: str) -> int:
             return EXIT_INTERRUPTED
         finally:
             stream.close()  # type: ignore[attr-defined]  # a generator
-            sys.stdout.write("\n")
+            sys.stdout.write("\n" if written else "")
         if answer.receipt is not None:
             print(describe_receipt(answer.receipt), file=sys.stderr)
     return 0

@@ -232,6 +232,8 @@ def generate(
         if not text.strip():
             fail("the prompt is empty; give some text")
         tokens = Tokenizer(folder, chat_template)
+        if sys.stderr.isatty():
+            typer.echo(f"loading {folder.name}", err=True)
         llm = LLM(folder, drafter=drafter_for(speculation), dtype=dtype, quantization=quantization)
         sampling = SamplingParams(**{**llm.manifest.sampling, "max_tokens": max_tokens, "seed": seed or 0})
         if temperature is not None:

@@ -142,14 +142,14 @@ def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=total or None)
-                if not console.is_terminal:
+                tasks[stage] = progress.add_task(stage, total=None, visible=False)
+                if not (console.is_terminal and total):
                     console.print(stage, highlight=False)
             tenth = done * 10 // total if total >= _LARGE_BYTES else 0
             if not console.is_terminal and tenth > tenths.get(stage, 0):
                 tenths[stage] = tenth
                 console.print(f"{stage}: {megabytes(done)} of {megabytes(total)}", highlight=False)
-            progress.update(tasks[stage], completed=done, total=total or None)
+            progress.update(tasks[stage], completed=done, total=total or None, visible=total > 0)
 
         yield show
 

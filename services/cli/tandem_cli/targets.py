@@ -69,6 +69,8 @@ def gateway(address: str | None, purpose: Purpose) -> str:
         port = target.rpartition(":")[2]
         gateways = [pod for pod in fleet.pods if pod.role == "gateway"]
         chosen = next((pod for pod in gateways if port in map(str, pod.ports.values())), gateways[0])
+        if not fleet.ready:
+            fail(f"the system of port {chosen.ports[purpose]} still starts; try again when it is ready")
         scheme = "https" if fleet.serves_tls else ""
         target = f"{fleet.host}:{chosen.ports[purpose]}"
     if purpose == "http":
@@ -109,7 +111,7 @@ def served_model_http(url: str, ca_file: Path | None, api_key: str | None) -> st
         with httpx.Client(timeout=TIMEOUT_S, verify=verify, trust_env=False) as client:
             answer = client.get(f"{url}/v1/models", headers=headers)
     except httpx.HTTPError as error:
-        raise GatewayError(f"no server answers at {url} ({error}); name another with --target") from error
+        raise GatewayError(unreachable(url, str(error))) from error
     if answer.status_code in (401, 403):
         raise GatewayError(f"{url} refuses the key ({answer.status_code}): --api-key, or TANDEM_API_KEY")
     try:
@@ -122,6 +124,14 @@ def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
+def unreachable(address: str, details: str) -> str:
+    """A sentence for an address where no gateway answers."""
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"the certificate of {address} is not trusted; name a file of its authorities with --ca"
+    cause = details.rpartition(": ")[2]
+    return f"no gateway answers at {address} ({cause}); start `tandem up`, or give another --target"
+
+
 def explain(error: grpc.RpcError, target: str) -> str:
     """One sentence with the cause, and the remedy if the gateway at the target is the problem."""
     # An RpcError raised by a call is that call, with a code and details.
@@ -132,8 +142,7 @@ def explain(error: grpc.RpcError, target: str) -> str:
     if code is grpc.StatusCode.UNAVAILABLE and not error.initial_metadata():
         if "http1.x" in details:
             return f"{target} is an HTTP port; give the gateway's gRPC port with --target, by default 20051"
-        cause = details.rpartition(": ")[2]
-        return f"no gateway answers at {target} ({cause}); start `tandem up`, or give another --target"
+        return unreachable(target, details)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return f"{details} (--api-key, or TANDEM_API_KEY)"
     return f"{code.name}: {details}"

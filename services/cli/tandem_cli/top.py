@@ -20,6 +20,8 @@ from tandem_gateway.dashboard.history import MAX_SAMPLES
 from tandem_gateway.dashboard.rows import ClassRow, EndedRow, OpenRow, PodRow, Sample, TtftRow
 from tandem_gateway.dashboard.sampler import INTERVAL_S
 
+from tandem_cli.targets import unreachable
+
 _TIMEOUT_S = 5.0
 _MINUTE_S, _FIVE_MINUTES_S, _HALF_HOUR_S, _FLOW_S = 60.0, 300.0, 1800.0, 10.0
 _MAX_REQUESTS = 10
@@ -104,9 +106,7 @@ class Feed:
             answer = self._client.get("/dashboard/data", params={"since": self._next})
             body: Mapping[str, Any] = answer.json()
         except (httpx.HTTPError, ValueError) as error:
-            raise TopError(
-                f"no gateway answers at {self._url} ({error}); start `tandem up`, or give another --target"
-            ) from error
+            raise TopError(unreachable(self._url, str(error))) from error
         if answer.status_code in (401, 403):
             raise RefusedError(f"{body['error']['message']} (--api-key, or TANDEM_API_KEY)")
         if answer.status_code != 200:

@@ -6,6 +6,7 @@ dataset, trace -> requests -> transport, schedule -> records -> summary -> repor
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -88,13 +89,15 @@ async def _load(
     make = HttpTransport if options.transport == "http" else GrpcTransport
     transport: Transport = make(options.target, options)
     console = Console()
-    num_done = 0
+    num_done, started = 0, time.monotonic()
 
     def on_done(record: RequestRecord) -> None:
         nonlocal num_done
         num_done += 1
         if console.is_terminal:
-            console.print(f"{num_done}/{len(requests)} {record.status}", end="\r", highlight=False)
+            rate = num_done / (time.monotonic() - started)
+            shown = f"{num_done}/{len(requests)} {record.status}, {rate:.2f} requests/s "
+            console.print(shown, end="\r", highlight=False)
 
     try:
         return await run_load(

@@ -193,22 +193,25 @@ def banner(options: FleetOptions, model_name: str) -> str:
     if options.grpc_port != FleetOptions.grpc_port or options.serves_tls:
         chat += f" --target {'https://' * options.serves_tls}{grpc_target}"
     url = f"http{'s' * options.serves_tls}://{http_target}"
-    notes = ""
+    certificate = next((flag.value for flag in options.pod_flags if flag.flag == "tls-cert"), "")
     if options.serves_tls:
-        chat, curl = f"{chat} --ca CA.pem", f"{curl} --cacert CA.pem"
-        notes += "  CA.pem: the authorities of the gateway's certificate\n"
+        # If an authority has signed it, its file is needed instead.
+        authorities = shlex.quote(str(Path(certificate).resolve()))
+        chat, curl = f"{chat} --ca {authorities}", f"{curl} --cacert {authorities}"
+    export = header = ""
     if options.api_keys_file is not None:
-        curl += ' -H "Authorization: Bearer $TANDEM_API_KEY"'
-        notes += "  export TANDEM_API_KEY=...   # a key of --api-keys-file; `tandem keys new` makes one\n"
+        export = "  export TANDEM_API_KEY=...   # a key of --api-keys-file; `tandem keys new` makes one\n\n"
+        header = ' -H "Authorization: Bearer $TANDEM_API_KEY"'
     pods = f"{options.num_prefill} prefill, {options.num_decode} decode, speculation {options.speculation}"
     return f"""
   Tandem serves {model_name} ({pods})
     {url:<24}  OpenAI and Anthropic APIs under /v1; pages /docs and /dashboard
     {grpc_target:<24}  gRPC: tandem.v1.GatewayService
 
-{notes}  {chat}
+{export}  {chat}
 
-  {curl} {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  {curl} {url}/v1/chat/completions \\
+    -H 'Content-Type: application/json'{header} \\
     -d '{{"model": "{model_name}", "temperature": 0,
          "messages": [{{"role": "user", "content": "What is 2+2?"}}]}}'
 
