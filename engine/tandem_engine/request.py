@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tandem_core.beams import BeamParams
@@ -116,6 +116,13 @@ class Request:
             max_tokens=self.sampling.max_tokens,
             num_top=self.sampling.logprobs,
         )
+
+    def shorten(self, max_tokens: int) -> None:
+        """Lowers max_tokens of a request that has not begun."""
+        least = min(self.sampling.min_tokens, max_tokens)
+        self.sampling = replace(self.sampling, max_tokens=max_tokens, min_tokens=least)
+        if self.sampling.beam_search is not None:
+            self.begin_search(self.sampling.beam_search)
 
     @property
     def end_token_ids(self) -> frozenset[int]:

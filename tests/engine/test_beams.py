@@ -157,6 +157,19 @@ def test_each_text_says_why_it_ended(tiny_model: Path) -> None:
     assert {completion.finish_reason for completion in found} == {FinishReason.LENGTH}
 
 
+def test_a_search_that_only_the_context_limits_is_cut_to_the_pool(tiny_model: Path) -> None:
+    llm = LLM(tiny_model, **SIZES)
+    context, pool = llm.engine.scheduler.config.max_model_len, SIZES["num_blocks"] * SIZES["block_size"]
+    request = llm.begin(prompt_of(40), sampling(BeamParams(8), context - 40))
+    # Each beam has the last block of the prompt for itself.
+    size = SIZES["block_size"]
+    shared = 40 // size
+    most = ((SIZES["num_blocks"] - shared) // 8 + shared) * size + 1
+    assert most < pool
+    assert request.sampling.max_tokens == most - 40
+    assert request.search is not None
+
+
 def test_what_cannot_be_searched_is_refused(tiny_model: Path) -> None:
     llm = LLM(tiny_model, **{**SIZES, "max_batch": 4})
     with pytest.raises(InvalidRequestError, match="compute 4 sequences at once") as error:

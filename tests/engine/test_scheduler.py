@@ -76,6 +76,15 @@ class TestAdmission:
         with pytest.raises(CapacityError, match=r"17 tokens.*holds 16.*max_tokens"):
             scheduler.add(make_request("never", 8, max_tokens=10))
 
+    @pytest.mark.parametrize("max_tokens", [24, 1000])
+    def test_an_answer_that_only_the_context_limits_is_cut_to_the_pool(self, max_tokens):
+        scheduler = make(num_blocks=4, max_model_len=32)
+        request = make_request("open", 8, max_tokens=max_tokens, min_tokens=20)
+        scheduler.add(request)
+        assert (request.sampling.max_tokens, request.sampling.min_tokens) == (9, 9)
+        with pytest.raises(CapacityError, match="holds 16"):
+            scheduler.add(make_request("never", 17, max_tokens=15))
+
     def test_an_id_in_use_is_refused(self):
         scheduler = make()
         scheduler.add(make_request("a"))

@@ -97,9 +97,10 @@ class Front:
         assert found, f"no sample {sample}"
         return sum(found)
 
-    async def until_metric(self, sample: str, value: float) -> None:
+    async def until_metric(self, sample: str, value: float, *, at_least: bool = False) -> None:
         async def is_there() -> bool:
-            return await self.metric(sample) == value
+            now = await self.metric(sample)
+            return now >= value if at_least else now == value
 
         await until_async(is_there)
 

@@ -66,7 +66,8 @@ class Scheduler:
         """Queue a request.
 
         Raises InvalidRequestError when the prompt does not fit the context, CapacityError when the whole
-        pool could not hold the request at its longest.
+        pool could not hold the request at its longest. An answer that only the context limits is cut to what
+        the pool holds.
         """
         self._validate(request)
         self._queues.enter(request)
@@ -253,12 +254,16 @@ class Scheduler:
                 f"{max_model_len - request.num_tokens} of the context, and beam search needs all; lower it",
             )
         # The last token's KV is never computed.
-        longest = token_limit(request, max_model_len) - 1
+        longest, size = token_limit(request, max_model_len) - 1, self._blocks.block_size
         # Beams share the full blocks of the prompt.
-        shared = (request.num_places - 1) * (request.num_prompt_tokens // self._blocks.block_size)
+        shared = (request.num_places - 1) * (request.num_prompt_tokens // size)
         num_blocks = request.num_places * self._blocks.blocks_for(longest) - shared
-        if num_blocks > self._blocks.num_blocks:
-            size = self._blocks.block_size
+        if num_blocks <= self._blocks.num_blocks:
+            return
+        most = (self._blocks.num_blocks + shared) // request.num_places * size + 1
+        if longest + 1 == max_model_len and most > request.num_tokens:
+            request.shorten(most - request.num_prompt_tokens)
+        else:
             of_beams = f" of each of {request.num_places} beams" if request.search is not None else ""
             raise CapacityError(
                 f"prompt and max_tokens{of_beams} need KV for {longest} tokens, {num_blocks} blocks of "

@@ -130,7 +130,7 @@ class SamplingParams(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate; unset: the gateway's default: 512, or what room is left."""
+    """Most tokens to generate. Unset, or more than the context leaves: until the context ends."""
     min_tokens: _builtins.int
     """Fewest tokens to generate before an end token or stop string may end the text."""
     temperature: _builtins.float

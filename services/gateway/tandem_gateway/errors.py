@@ -63,7 +63,20 @@ class UnsupportedFieldError(InvalidRequestError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or prompt and output together, exceed the model's context, or every decode pod's KV."""
+    """The prompt exceeds the model's context, or prompt and output every decode pod's KV.
+
+    The message begins with OpenAI's and vLLM's sentence, without the field: clients find it by its text.
+    Anthropic's clients look for "prompt is too long".
+    """
+
+    def __init__(self, field: str, num_tokens: int, however: str) -> None:
+        """`num_tokens`: the context; `however`: a sentence about the request, with the remedy."""
+        sentence = f"This model's maximum context length is {num_tokens} tokens."
+        super().__init__(field, f"{sentence} However, {however}")
+
+    def rename(self, field: str) -> None:
+        super().rename(field)
+        self.args = (self.message,)
 
 
 class BodyTooLargeError(InvalidRequestError):

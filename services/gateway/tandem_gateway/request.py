@@ -26,7 +26,8 @@ from tandem_service.interceptors import request_id_or_new
 from tandem_gateway.auth import Caller
 from tandem_gateway.errors import ContextLengthError
 
-DEFAULT_MAX_TOKENS = 512
+#: An answer that only the context limits usually has at most this many tokens.
+USUAL_TOKENS = 512
 #: Choices of one prompt.
 MAX_CHOICES = 32
 NS_PER_S = 1_000_000_000
@@ -175,8 +176,9 @@ def num_choices_of(record: answers_pb2.AnswerRecord) -> int:
 
 
 def with_seed(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Adds a random seed, which all prompts of a call share, unless one is given."""
-    return {"seed": secrets.randbits(63), **sampling}
+    """Adds a random seed, which all prompts of a call share, unless one is given. JavaScript reads it
+    exactly."""
+    return {"seed": secrets.randbits(53), **sampling}
 
 
 def choices_of(prompts: Sequence[TokenizedRequest], num_choices: int) -> tuple[TokenizedRequest, ...]:
@@ -214,8 +216,9 @@ def complete_sampling(
     vocab_size: int,
     recommended: Mapping[str, Any],
 ) -> SamplingParams:
-    """The given fields, with defaults for the others: the model's recommendation, 512 tokens or what the
-    context leaves, a random seed. A beam search compares the model's own probabilities.
+    """The given fields, with defaults for the others: the model's recommendation, a random seed. max_tokens
+    is at most what the context leaves, which is also its default. A beam search compares the model's own
+    probabilities.
 
     Raises InvalidRequestError or ContextLengthError naming field, limit and remedy.
     """
@@ -223,18 +226,12 @@ def complete_sampling(
     if room < 1:
         raise ContextLengthError(
             prompt_field,
-            f"has {num_prompt_tokens} tokens; the model's context is {max_model_len} tokens and the "
-            f"answer needs at least one: shorten the prompt to at most {max_model_len - 1} tokens",
+            max_model_len,
+            f"your prompt is too long: it has {num_prompt_tokens} tokens, and the answer needs at least one. "
+            f"Shorten the prompt to at most {max_model_len - 1} tokens.",
         )
-    if given.get("max_tokens", 0) > room:
-        raise ContextLengthError(
-            "max_tokens",
-            f"{given['max_tokens']} is over the {room} tokens that the prompt of {num_prompt_tokens} leaves "
-            f"in the model's context of {max_model_len}: ask for at most {room} or shorten the prompt",
-        )
-    max_tokens = min(recommended.get("max_tokens", DEFAULT_MAX_TOKENS), room)
-    defaults = {} if given.get("beam_search") else recommended
-    own = {"max_tokens": max_tokens, "seed": secrets.randbits(63)}
-    sampling = SamplingParams(**{**defaults, **own, **given})
+    fields = with_seed(given if given.get("beam_search") else {**recommended, **given})
+    max_tokens = min(given.get("max_tokens", recommended.get("max_tokens", room)), room)
+    sampling = SamplingParams(**{**fields, "max_tokens": max_tokens})
     sampling.check_vocabulary(vocab_size)
     return sampling

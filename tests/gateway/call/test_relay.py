@@ -396,7 +396,8 @@ async def test_a_request_too_large_for_every_pod_is_refused_with_the_limit(pods,
     with pytest.raises(grpc.aio.AioRpcError) as info:
         await _text(front)
     assert info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert info.value.details().startswith("max_tokens: no decode pod can hold this request")
+    assert info.value.details().startswith("This model's maximum context length is 19200 tokens. However, ")
+    assert "no decode pod can hold it" in info.value.details()
     assert "d-1 says no" in info.value.details(), "the limit to keep is the largest pod's"
     assert [len(pod.requests) for pod in fleet] == [1, 1, 1]
     assert await front.metric('tandem_requests_total{outcome="invalid"}') == 1

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import shutil
 import ssl
 import string
 import threading
@@ -320,7 +321,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(pods, ga
         response = await front.http.post(path, json=body)
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "context_length_exceeded"
-        assert "shorten the prompt" in response.json()["error"]["message"]
+        assert "Shorten the prompt" in response.json()["error"]["message"]
 
 
 async def open_connection(front):
@@ -542,6 +543,32 @@ async def test_a_tenants_rate_of_tokens_is_limited(pods, gateway, tmp_path):
     assert "has used its 40 tokens per minute" in third.json()["error"]["message"]
     # It may begin when the bucket has a token: some seconds for what is missing, at 40 a minute.
     assert 1 <= int(third.headers["retry-after"]) <= 2 * used * 60 / 40
+
+
+async def test_requests_that_only_the_context_limits_hold_the_usual_tokens(
+    pods, gateway, model_folder, tmp_path
+):
+    """They hold more as their answers grow, so that the tenant may send others meanwhile."""
+    folder = tmp_path / "long"
+    shutil.copytree(model_folder, folder)
+    manifest = json.loads((folder / "tandem.json").read_text())
+    (folder / "tandem.json").write_text(json.dumps({**manifest, "max_model_len": 8192}))
+    keys = tmp_path / "keys.jsonl"
+    line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "tokens_per_minute": 1000}
+    keys.write_text(json.dumps(line))
+    pod = await pods(pause_s=0.001, words=("a",) * 1200)
+    front = await gateway(pod, api_keys_file=keys, model=folder)
+    headers, body = {"authorization": "Bearer k"}, {"messages": USER}
+
+    async def status(**fields: int) -> int:
+        return (await front.http.post(CHAT, json={**body, **fields}, headers=headers)).status_code
+
+    running = asyncio.create_task(status())
+    await front.until_metric("tandem_requests_in_flight", 1)
+    assert await status(max_tokens=1) == 200
+    await front.until_metric('tandem_output_tokens_total{slo_class="standard"}', 1000, at_least=True)
+    assert await status(max_tokens=1) == 429
+    assert await running == 200
 
 
 async def test_requests_hold_the_tokens_that_they_may_use(pods, gateway, tmp_path):

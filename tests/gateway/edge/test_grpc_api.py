@@ -60,7 +60,7 @@ async def test_unset_parameters_get_defaults_and_a_reported_random_seed(pods, ga
     assert sent.sampling.max_tokens == 256 - len(sent.prompt_token_ids)
     assert [request.sampling.seed for request in pod.requests] == seeds
     assert seeds[0] != seeds[1]
-    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert all(0 <= seed < 2**53 for seed in seeds), "JavaScript reads them exactly"
     assert sent.tenant == "default"
 
 
@@ -139,12 +139,17 @@ BAD_INPUTS = [
     ),
     (gateway_pb2.ChatRequest(messages=USER, request_id="a b"), ["request_id", "128"]),
     (gateway_pb2.GenerateRequest(), ["prompt", "empty"]),
-    (gateway_pb2.GenerateRequest(text="hat " * 300), ["prompt", "256 tokens", "at most 255"]),
+    (
+        gateway_pb2.GenerateRequest(text="hat " * 300),
+        [
+            "This model's maximum context length is 256 tokens. However, your prompt is too long",
+            "at most 255",
+        ],
+    ),
     (gateway_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[9999])), ["prompt", "9999"]),
     *(
         (gateway_pb2.GenerateRequest(text="a", sampling=sampling), words)
         for sampling, words in [
-            (_sampling(max_tokens=256), ["max_tokens", "256", "at most 255"]),
             (_sampling(max_tokens=0), ["max_tokens", "at least 1"]),
             (_sampling(max_tokens=2, min_tokens=3), ["min_tokens", "max_tokens (2)"]),
             (_sampling(temperature=2.5), ["temperature", "[0, 2]"]),

@@ -164,9 +164,9 @@ async def test_texts_of_bad_words_are_forbidden_within_a_text_and_at_its_start(p
 async def test_a_truncated_prompt_keeps_its_last_tokens(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
-    for limit, kept in ((3, 3), (500, 300), (-1, 256 - 100)):
+    for limit, most, kept in ((3, 100, 3), (500, 100, 300), (-1, 100, 256 - 100), (-1, 9000, 128)):
         prompt = [5 + i % 7 for i in range(300)]
-        body = {"prompt": prompt, "truncate_prompt_tokens": limit, "max_tokens": 100}
+        body = {"prompt": prompt, "truncate_prompt_tokens": limit, "max_tokens": most}
         response = await front.http.post("/v1/completions", json=body)
         if limit == 500:
             assert response.status_code == 400  # still longer than the context
@@ -227,7 +227,11 @@ BAD_INPUTS = [
     (CHAT, {"messages": USER, "best_of": 2, "stream": True}, "best_of", ["cannot be streamed"]),
     (CHAT, {"messages": USER, "max_token": 5}, "max_token", ["spelling"]),
     (CHAT, {"messages": USER, "max_tokens": "5"}, "max_tokens", ["'5'", "integer"]),
-    (CHAT, {"messages": USER, "max_tokens": 300}, "max_tokens", ["at most"]),
+    (CHAT, {"messages": USER, "max_tokens": -1}, "max_tokens", ["at least 1"]),
+    (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", ["at least 1"]),
+    (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", ["[0, 20]"]),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "max_output_tokens", ["at least 1"]),
+    ("/v1/messages", {"messages": USER, "max_tokens": 0}, "max_tokens", ["at least 1"]),
     (CHAT, {"messages": USER, "temperature": 3}, "temperature", ["[0, 2]"]),
     (CHAT, {"messages": USER, "logit_bias": {"x": 1}}, "logit_bias", ["'x'"]),
     (CHAT, {"messages": USER, "logit_bias": {"1" * 3000: 1}}, "logit_bias", ["not a token id"]),
@@ -257,7 +261,7 @@ BAD_INPUTS = [
     ("/v1/completions", {"prompt": ["a"] * 5, "n": 32}, "prompt", ["5 prompts", "limit is 128"]),
     ("/v1/completions", {"prompt": ["a", ""]}, "prompt", ["empty"]),
     ("/v1/completions", {"prompt": []}, "prompt", ["empty"]),
-    ("/v1/completions", {"prompt": "hat " * 300}, "prompt", ["256", "shorten"]),
+    ("/v1/completions", {"prompt": "hat " * 300}, "prompt", ["256", "Shorten"]),
     (CHAT, {"messages": USER, "echo": True}, "echo", ["not supported"]),
     ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens", ["at least 1"]),
     ("/v1/completions", {"prompt": "a", "echo": True, "detokenize": False}, "echo", ["detokenize"]),
@@ -284,6 +288,51 @@ async def test_bad_input_is_refused_in_openais_shape(pods, gateway, subtests):
                 assert word in error["message"]
     assert pod.requests == []
     assert await front.metric('tandem_requests_total{outcome="invalid"}') == len(BAD_INPUTS)
+
+
+CONTEXT = "This model's maximum context length is 256 tokens. However, your prompt is too long: it has "
+
+
+async def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(pods, gateway):
+    front = await gateway(await pods())
+    long = "hat " * 300
+    for path, body, param in (
+        (CHAT, {"messages": [{"role": "user", "content": long}]}, "messages"),
+        ("/v1/completions", {"prompt": long}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 256}, "prompt"),
+        ("/v1/responses", {"input": long}, "input"),
+        ("/v1/completions", {"prompt": "x" * 100_000}, "prompt"),
+    ):
+        response = await front.http.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (
+            400, "context_length_exceeded", param,
+        )  # fmt: skip
+        assert error["message"].startswith(CONTEXT)
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": long}]}
+    response = await front.http.post("/v1/messages", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(CONTEXT)
+
+
+async def test_answers_without_or_with_a_larger_max_tokens_end_with_the_context(pods, gateway):
+    pod = await pods()
+    front = await gateway(pod)
+    for path, body in (
+        (CHAT, {"messages": USER}),
+        (CHAT, {"messages": USER, "max_completion_tokens": 32_000}),
+        (CHAT, {"messages": USER, "max_tokens": 2**40}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 32_000}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 255}),
+    ):
+        assert (await front.http.post(path, json=body)).status_code == 200
+        sent = pod.requests[-1]
+        assert sent.sampling.max_tokens == 256 - len(sent.prompt_token_ids)
+    await front.http.post("/v1/completions", json={"prompt": "hi"})
+    assert pod.requests[-1].sampling.max_tokens == 16, "OpenAI's default there"
+    await front.http.post("/v1/completions", json={"prompt": [5] * 250})
+    assert pod.requests[-1].sampling.max_tokens == 6
 
 
 async def test_a_chat_of_more_than_1024_messages_is_refused(pods, gateway):

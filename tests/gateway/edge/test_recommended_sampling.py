@@ -20,7 +20,8 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 MESSAGES = [{"role": "user", "content": "hi"}]
 REQUESTS = {
     "/v1/chat/completions": {"messages": MESSAGES},
-    "/v1/completions": {"prompt": "hi"},
+    # Its default is OpenAI's 16, as in vLLM.
+    "/v1/completions": {"prompt": "hi", "max_tokens": 40},
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 40},
 }
@@ -97,7 +98,7 @@ async def test_models_show_it_and_a_setting_turns_it_off(pods, gateway, folder) 
 async def test_a_beam_search_compares_the_models_own_probabilities(pods, gateway, folder) -> None:
     pod = await pods()
     front = await gateway(pod, model=folder(RECOMMENDED))
-    body = {"prompt": "hi", "use_beam_search": True, "beam_width": 2}
+    body = {**REQUESTS["/v1/completions"], "use_beam_search": True, "beam_width": 2}
     (await front.http.post("/v1/completions", json=body)).raise_for_status()
     assert used(pod) == NEUTRAL | {"max_tokens": 40}
 
@@ -105,8 +106,8 @@ async def test_a_beam_search_compares_the_models_own_probabilities(pods, gateway
 async def test_more_tokens_than_the_context_leaves_are_not_recommended(pods, gateway, folder) -> None:
     pod = await pods()
     front = await gateway(pod, model=folder({"max_tokens": 100_000}))
-    (await front.http.post("/v1/completions", json={"prompt": [5, 6]})).raise_for_status()
-    assert pod.requests[0].sampling.max_tokens == 254
+    (await front.http.post("/v1/chat/completions", json={"messages": MESSAGES})).raise_for_status()
+    assert pod.requests[0].sampling.max_tokens == 256 - len(pod.requests[0].prompt_token_ids)
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 7.5}, {"top_p": "much"}, {"temprature": 0.5}])

@@ -56,8 +56,8 @@ from tandem_gateway.errors import (
 from tandem_gateway.fleet.pods import Fleet
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import (
-    DEFAULT_MAX_TOKENS,
     NS_PER_S,
+    USUAL_TOKENS,
     Event,
     ReceivedRequest,
     TokenizedRequest,
@@ -248,11 +248,8 @@ class Gateway:
         that cannot fit, without tokenizing them."""
         num_chars, limit = sum(map(len, texts)), self.tokenizer.max_text_bytes
         if num_chars > limit or (num_chars * 4 > limit and sum(len(text.encode()) for text in texts) > limit):
-            raise ContextLengthError(
-                field,
-                f"has more than {limit} bytes of text, so it exceeds the model's context of "
-                f"{self.manifest.max_model_len} tokens; shorten the prompt",
-            )
+            however = f"your prompt is too long: it has more than {limit} bytes. Shorten the prompt."
+            raise ContextLengthError(field, self.manifest.max_model_len, however)
         if num_chars <= INLINE_CHARS:
             return encode()
         caller = asking if isinstance(asking, Caller) else asking.caller
@@ -317,8 +314,8 @@ class Gateway:
         if received.truncate_to is not None and received.truncate_to > 0:
             return received.truncate_to
         context = self.manifest.max_model_len
-        room = received.sampling.get("max_tokens", min(DEFAULT_MAX_TOKENS, context // 2))
-        return max(context - int(room), 1)
+        room: int = received.sampling.get("max_tokens", context)
+        return context - (room if room < context else min(USUAL_TOKENS, context // 2))
 
     def _with_bad_texts(self, received: ReceivedRequest) -> Mapping[str, Any]:
         """Adds the texts of bad_words to the sampling fields as token ids, with and without a leading
@@ -369,13 +366,15 @@ class Gateway:
             trace.set(trace_attributes.of_choices(len(requests), num_prompt))
         #: Computed tokens for each one of an answer: a beam search computes more texts than it returns.
         computed = num_sequences(requests) / len(requests)
-        #: Tokens that the tenant's quota holds for the call, and those of them that are prompt.
-        num_held = num_computed = 0
+        #: Tokens that the tenant's quota holds for the call, those of them that are prompt, and tokens of
+        #: answers so far.
+        num_held = num_computed = num_relayed = 0
+        per_minute = first.limits.tokens_per_minute
         #: Fields of a refusal; a reference to the error itself would form a cycle with this frame.
         refusal: dict[str, str] = {}
         try:
-            num_wanted = num_prompt + round(computed * sum(one.sampling.max_tokens for one in requests))
-            self._rates.take(first.tenant, first.limits.tokens_per_minute, num_wanted)
+            num_wanted = num_prompt + round(computed * sum(map(self._num_held, requests)))
+            self._rates.take(first.tenant, per_minute, num_wanted)
             num_held = num_wanted
             # If the longest prompt, computed last, meets the objectives, all others do.
             longest = max(requests, key=lambda one: len(one.prompt_token_ids))
@@ -395,6 +394,10 @@ class Gateway:
                             if not num_left:
                                 break  # the last event is sent after the places are released
                         elif choice.relayed(len(event.token_ids)):
+                            num_relayed += len(event.token_ids)
+                            if num_prompt + num_relayed > num_held:  # it has no limit but the context
+                                self._rates.charge(first.tenant, per_minute, USUAL_TOKENS)
+                                num_held += USUAL_TOKENS
                             is_first = admitted.first_at is None
                             num_before = len(choice.request.output_token_ids)
                             admitted.placed.gained(num_before + choice.num_tokens, choice.first_at)
@@ -439,7 +442,7 @@ class Gateway:
         finally:
             self._running_ids.discard(first.request_id)
             num_computed += round(computed * sum(choice.num_tokens for choice in running))
-            self._rates.charge(first.tenant, first.limits.tokens_per_minute, num_computed - num_held)
+            self._rates.charge(first.tenant, per_minute, num_computed - num_held)
             for choice in running:
                 of_choice = Outcome.OK if choice.end is not None else outcome
                 choice.metrics.ended(of_choice)
@@ -454,6 +457,13 @@ class Gateway:
             trace.set({"tandem.outcome": outcome.value})
             trace.end_work("respond")
             self._log_end(running, outcome, refusal)
+
+    def _num_held(self, request: TokenizedRequest) -> int:
+        """Tokens of an answer that the tenant's quota holds when it begins: all that it may have. Of one that
+        only the context limits, it holds more as they come: few use all of a long context."""
+        most = request.sampling.max_tokens
+        is_limited = len(request.prompt_token_ids) + most < self.manifest.max_model_len
+        return most if is_limited else min(most, USUAL_TOKENS)
 
     def _count_answers(self, running: Sequence[Running]) -> None:
         """Counts the answers of each prompt; for a resumed call only those that it completed."""

@@ -415,7 +415,9 @@ class Relay:
         listed = {pod.target for pod in self._fleet.pods() if pod.role is Role.DECODE}
         if largest is not None and listed <= too_small.keys():
             raise ContextLengthError(
-                "max_tokens", f"no decode pod can hold this request; the largest one reports: {largest}"
+                "max_tokens",
+                largest.num_tokens,
+                f"this request needs more: no decode pod can hold it. The largest one reports: {largest}",
             )
         left_s = give_up_at - time.monotonic()
         if left_s <= 0:

@@ -68,6 +68,8 @@ _EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = MappingProxyType(
 _OFF: tuple[object, ...] = (None, False, "", "none", [], {})
 #: Digits of 2^32 - 1.
 _MAX_TOKEN_ID_DIGITS = 10
+#: OpenAI's default of max_tokens in completions; a chat's answer may be as long as the context allows.
+_COMPLETION_TOKENS = 16
 
 
 class StreamOptions(Body):
@@ -174,6 +176,11 @@ class _CommonBody(_SamplingBody):
             )
         check_request_id(self.request_id or "")
         return self
+
+    @property
+    def sent_names(self) -> Mapping[str, str]:
+        """Names in the body of fields of `given_sampling` that have another one there."""
+        return {}
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -313,6 +320,12 @@ class ChatBody(_CommonBody):
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
 
+    @property
+    def sent_names(self) -> Mapping[str, str]:
+        names = {"max_tokens": self.max_completion_tokens, "logprobs": self.top_logprobs}
+        sent = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
+        return {name: sent[name] for name, value in names.items() if value is not None}
+
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
         """A checked chat. Raises InvalidRequestError."""
@@ -361,6 +374,7 @@ class CompletionBody(_CommonBody):
             given["logprobs"] = 0 if self.compares_choices else None
         elif self.echoes:
             given["prompt_logprobs"] = max(given["logprobs"], given["prompt_logprobs"] or 0)
+        given.setdefault("max_tokens", _COMPLETION_TOKENS)
         if self.wants_only_prompt:
             given["max_tokens"] = 1
         return given

@@ -109,6 +109,7 @@ class OpenAiApi:
             "recommended_sampling": self._gateway.recommended_sampling,
             "limits": {
                 "max_body_bytes": max_body_bytes(self._gateway),
+                "max_output_tokens": manifest.max_model_len - 1,
                 "max_messages": MAX_MESSAGES,
                 "request_timeout_s": settings.request_timeout_s,
                 "tokens_per_minute": caller.tokens_per_minute,
@@ -179,7 +180,7 @@ class OpenAiApi:
             truncate_to=body.truncate_prompt_tokens,
             add_special_tokens=body.add_special_tokens is not False,
         )
-        with _naming(body_kind.field_names):
+        with _naming(body_kind.field_names), _naming(body.sent_names):
             prompts = await until_disconnect(request.receive, self._tokenize(received, body))
         check_size(prompts, body.num_choices)
         shown = body.shown()
