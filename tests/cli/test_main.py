@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tandem_cli.up.options import FleetOptions, PodFlag
 from tandem_cli.up.run import banner
 from tandem_cli.up.state_file import FleetRecord, PodRecord, StateFile, read_state
 from tandem_core.model import registry
+from tandem_core.model.manifest import ModelManifest
 from tandem_engine.model_loader.description import read_kept
 from tandem_proto.v1 import common_pb2
 
@@ -123,6 +125,28 @@ def test_an_empty_store_names_the_command_to_fill_it(tmp_path: Path) -> None:
     assert "tandem model pull" in tandem("model", "list", home=tmp_path).stdout
 
 
+def test_a_folder_of_an_earlier_version_is_brought_up_to_date(tiny_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "models" / tiny_model.name))
+    manifest = ModelManifest.read(folder)
+    assert manifest.recommended_sampling is not None
+    replace(manifest, eos_token_ids=(), recommended_sampling=None).write(folder)
+    assert "sampling:" in tandem("model", "show", tiny_model.name, home=tmp_path).stdout
+    assert ModelManifest.read(folder) == manifest
+
+
+def test_up_refuses_what_its_gateways_would_refuse_of_a_model(tiny_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "models" / tiny_model.name))
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}\n{{ m.content }", encoding="utf-8")
+    command = ("up", "--model", tiny_model.name)
+    ended = tandem(*command, "--chat-template", str(tmp_path / "own.jinja"), home=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"error: --chat-template {tmp_path}/own.jinja: line 2: ")
+    replace(ModelManifest.read(folder), recommended_sampling={"temperature": 9}).write(folder)
+    ended = tandem(*command, home=tmp_path)
+    assert ended.returncode == 1
+    assert "temperature: is 9" in ended.stderr and "--generation-config none" in ended.stderr
+
+
 def test_show_and_list_describe_a_model(tiny_model: Path) -> None:
     home = tiny_model.parents[1]
     shown = tandem("model", "show", tiny_model.name, home=home).stdout
@@ -134,6 +158,7 @@ def test_show_and_list_describe_a_model(tiny_model: Path) -> None:
         "context:",
         "memory:",
         "chat template:",
+        "sampling:",
         "licence:",
     ):
         assert title in shown
