@@ -196,6 +196,15 @@ ALERTS = (
         "Start Redis, or fix `--redis-url`.",
     ),
     Alert(
+        "TandemRedisFull",
+        f"increase({t.REDIS_FULL.name}[1h]) > 0",
+        "ticket",
+        "0m",
+        "Redis was at its maxmemory, and {{ $labels.instance }} halved the streams of shared text.",
+        "Requests are served; pods that start later get less shared text. Raise Redis' `maxmemory`, or lower "
+        "`--stream-bytes` or `--max-bytes` of the lookahead service.",
+    ),
+    Alert(
         "TandemGatewayRedisLost",
         f"{t.GATEWAY_REDIS_CONNECTED.name} == 0",
         "ticket",

@@ -546,6 +546,7 @@ SPECULATION = Board(
                     "Faults",
                     (
                         Query(rate(t.REDIS_FAILURES), "Redis lost"),
+                        Query(rate(t.REDIS_FULL), "Redis full"),
                         Query(rate(t.ENTRIES_DAMAGED), "entries damaged"),
                         Query(rate(t.SNAPSHOTS_REJECTED), "snapshots damaged"),
                         Query(rate(t.STREAMS_LAGGING), "streams closed"),

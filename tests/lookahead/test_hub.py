@@ -186,6 +186,8 @@ async def test_text_enters_a_redis_that_was_full(fleet):
             if registry.get_sample_value(failures):
                 break
         assert registry.get_sample_value(failures) > 0
+        full = "tandem_lookahead_redis_full_total"
+        await fleet.until(lambda: registry.get_sample_value(full) > 0)
         sender.push("last", 0, ANSWER)
         await fleet.until(lambda: mirror.count(ANSWER) == 1)
         await fleet.until(

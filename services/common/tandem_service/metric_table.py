@@ -561,6 +561,11 @@ SNAPSHOTS_REFUSED = _counter(
     by=_LOOKAHEAD,
 )
 REDIS_FAILURES = _counter("tandem_lookahead_redis_failures_total", "Times Redis was lost", by=_LOOKAHEAD)
+REDIS_FULL = _counter(
+    "tandem_lookahead_redis_full_total",
+    "Times Redis was at its maxmemory, and its streams were halved",
+    by=_LOOKAHEAD,
+)
 STREAMS_LAGGING = _counter(
     "tandem_lookahead_streams_lagging_total",
     "Streams closed because a pod read too slowly",

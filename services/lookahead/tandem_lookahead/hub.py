@@ -251,6 +251,7 @@ class LookaheadHub:
         await self._store.begin_reading()
         if self._is_full:
             self._log.warning("redis is full; halving the streams")
+            self._metrics.redis_full.inc()
             await self._store.shrink()
             self._is_full = False
         for namespace in self.namespaces:

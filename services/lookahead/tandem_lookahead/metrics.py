@@ -19,6 +19,7 @@ class LookaheadMetrics:
         self.snapshots_rejected = table.SNAPSHOTS_REJECTED.make(registry)
         self.snapshots_refused = table.SNAPSHOTS_REFUSED.make(registry)
         self.redis_failures = table.REDIS_FAILURES.make(registry)
+        self.redis_full = table.REDIS_FULL.make(registry)
         self.subscribers_lagging = table.STREAMS_LAGGING.make(registry)
         self.redis_connected = table.REDIS_CONNECTED.make(registry)
         self.streams_open = table.STREAMS_OPEN.make(registry)

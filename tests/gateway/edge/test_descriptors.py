@@ -20,7 +20,7 @@ from tandem_service.tls import Role
 from waiting import until_async
 
 NUM_FILES = 128
-NUM_CONNECTIONS = 400
+NUM_CONNECTIONS = [400, pytest.param(2000, marks=pytest.mark.wide)]
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 REQUEST = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
@@ -65,9 +65,10 @@ async def is_true(check: Callable[[], object]) -> bool:
         return False
 
 
+@pytest.mark.parametrize("num_connections", NUM_CONNECTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_callers_and_probes_are_served_while_strangers_take_all_connections(
-    kind, pods, model_folder, keys_file, tmp_path
+    kind, num_connections, pods, model_folder, keys_file, tmp_path
 ):
     sent, port, with_tls = KINDS[kind]
     flags, scheme, verify = [], "http", ssl.create_default_context()
@@ -97,7 +98,7 @@ async def test_callers_and_probes_are_served_while_strangers_take_all_connection
     strangers = []
 
     async def flood() -> None:
-        for _ in range(NUM_CONNECTIONS // 2):
+        for _ in range(num_connections // 2):
             _, writer = await asyncio.open_connection("127.0.0.1", gateway.ports[port], limit=1024)
             writer.write(sent)
             strangers.append(writer)
