@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import socket
 import ssl
 from collections.abc import Callable
@@ -23,6 +24,9 @@ _PAUSE_S = 0.1
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 #: Largest number of connections beyond the limit, and its share of the limit.
 _MAX_BEYOND, _BEYOND_SHARE = 64, 4
+#: A connection has its place for at least this many turns of the loop, in which a request with a key is known
+#: as such. More slow down accepting, because strangers that have places are served in each turn, too.
+_MIN_TURNS = 8
 
 
 def num_beyond(max_connections: int) -> int:
@@ -112,8 +116,8 @@ class Acceptor:
 
     async def _accept(self) -> None:
         loop, log = asyncio.get_running_loop(), structlog.get_logger("tandem.http")
-        logged_at = -60.0
-        while True:
+        logged_at, per_turn = -60.0, max(self._max_connections // _MIN_TURNS, 1)
+        for number in itertools.count(1):
             try:
                 connection, address = await loop.sock_accept(self._listener)
             except OSError as error:
@@ -139,8 +143,9 @@ class Acceptor:
                 self._opening.add(task)
                 place.abort = task.cancel
                 task.add_done_callback(partial(self._opened, connection))
-            # sock_accept does not wait while connections are there, and others have their turns.
-            await asyncio.sleep(0)
+            # sock_accept does not wait while connections are there.
+            if number % per_turn == 0:
+                await asyncio.sleep(0)
 
     async def _open(self, connection: socket.socket, place: Place) -> None:
         limit_s = None if self._tls is None else _HANDSHAKE_S
