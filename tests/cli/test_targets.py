@@ -38,7 +38,7 @@ def register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Register:
 
 @pytest.mark.parametrize(
     "address",
-    [None, "7001", "127.0.0.1:7001", "localhost:8001", "http://127.0.0.1:8001/v1", "http://localhost:9001/"],
+    ["", "7001", "127.0.0.1:7001", "localhost:8001", "http://127.0.0.1:8001/v1", "http://localhost:9001/"],
 )
 def test_each_address_of_a_system_here_leads_to_the_port_that_is_needed(register, address) -> None:
     record = register()
@@ -49,7 +49,7 @@ def test_each_address_of_a_system_here_leads_to_the_port_that_is_needed(register
 
 def test_a_system_with_tls_is_reached_with_tls(register) -> None:
     register(serves_tls=True)
-    assert targets.gateway(None, "grpc") == "https://127.0.0.1:7001"
+    assert targets.gateway("", "grpc") == "https://127.0.0.1:7001"
     assert targets.gateway("http://127.0.0.1:7001", "http") == "https://127.0.0.1:8001"
 
 
@@ -64,20 +64,20 @@ def test_other_addresses_stay_as_they_are(register) -> None:
 def test_a_system_that_still_starts_is_named(register, capsys: pytest.CaptureFixture[str]) -> None:
     register(ready=False)
     with pytest.raises(typer.Exit):
-        targets.gateway(None, "grpc")
+        targets.gateway("", "grpc")
     assert "still starts" in capsys.readouterr().err
 
 
 def test_without_a_system_here_the_default_ports_are_tried(register) -> None:
-    assert targets.gateway(None, "grpc") == "127.0.0.1:20051"
-    assert targets.gateway(None, "http") == "http://127.0.0.1:8000"
+    assert targets.gateway("", "grpc") == "127.0.0.1:20051"
+    assert targets.gateway("", "http") == "http://127.0.0.1:8000"
 
 
 def test_several_systems_are_listed(register, capsys: pytest.CaptureFixture[str]) -> None:
     register(7001)
     register(7101)
     with pytest.raises(typer.Exit):
-        targets.gateway(None, "grpc")
+        targets.gateway("", "grpc")
     shown = capsys.readouterr().err
     assert "--target 127.0.0.1:7001  m7001" in shown and "--target 127.0.0.1:7101  m7101" in shown
 

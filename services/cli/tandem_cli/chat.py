@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
 from rich.console import Console, Group
@@ -21,6 +20,7 @@ from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.channels import open_public_sync_channel
 
 from tandem_cli import chat_commands
+from tandem_cli.options import ChatOptions
 from tandem_cli.targets import GatewayError, explain, key_metadata, served_model
 
 _NS_PER_MS = 1e6
@@ -31,22 +31,6 @@ EXIT_INTERRUPTED = 130
 
 #: Time within which a restarted gateway, or another one behind the same address, should answer.
 _RESUME_LIMIT_S, _RESUME_INTERVAL_S = 15.0, 0.5
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    target: str
-    system: str | None
-    #: None: as the model recommends.
-    temperature: float | None
-    max_tokens: int
-    seed: int | None
-    slo_class: str
-    #: "": the pods' default mode.
-    speculation: str
-    api_key: str | None
-    #: Authorities of the gateway's certificate; None: the system's.
-    ca_file: Path | None = None
 
 
 @dataclass
@@ -118,7 +102,7 @@ class Conversation:
             messages=self.messages,
             sampling=sampling,
             slo_class=self.options.slo_class,
-            speculation=self.options.speculation,
+            speculation=self.options.speculation or "",
         )
         answer = Answer()
         started = time.monotonic()
@@ -174,7 +158,7 @@ def open_stub(channel: grpc.Channel) -> gateway_pb2_grpc.GatewayServiceStub:
 
 def ask_once(options: ChatOptions, text: str) -> int:
     """Asks one question; writes the answer to stdout, the receipt to stderr. Raises GatewayError."""
-    with open_public_sync_channel(options.target, options.ca_file) as channel:
+    with open_public_sync_channel(options.target, options.ca) as channel:
         conversation = Conversation(options, open_stub(channel))
         written = 0
         answer = Answer()
@@ -196,9 +180,9 @@ def ask_once(options: ChatOptions, text: str) -> int:
 
 def converse(options: ChatOptions) -> int:
     """Runs the conversation until the user exits. Raises GatewayError before it if nothing answers."""
-    model = served_model(options.target, options.ca_file, options.api_key)
+    model = served_model(options.target, options.ca, options.api_key)
     console = Console()
-    with open_public_sync_channel(options.target, options.ca_file) as channel:
+    with open_public_sync_channel(options.target, options.ca) as channel:
         conversation = Conversation(options, open_stub(channel))
         hint = f"{model} at {options.target}. Ctrl-C cancels an answer, /help lists commands, /exit leaves."
         console.print(hint, style="dim", markup=False, highlight=False)

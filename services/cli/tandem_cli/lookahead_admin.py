@@ -33,13 +33,13 @@ class AdminError(Exception):
     """One sentence with the cause and the remedy."""
 
 
-def status(target: str | None) -> pb.GetLookaheadStatusResponse:
+def status(target: str) -> pb.GetLookaheadStatusResponse:
     """Status of the replica at the target. Raises AdminError."""
     with _service(target) as service:
         return _status(service)
 
 
-def export_namespace(target: str | None, tenant: str, revision: str, out: IO[bytes]) -> int:
+def export_namespace(target: str, tenant: str, revision: str, out: IO[bytes]) -> int:
     """Writes the tenant's only namespace whose revision starts with `revision`; returns the bytes written.
 
     Raises AdminError.
@@ -50,7 +50,7 @@ def export_namespace(target: str | None, tenant: str, revision: str, out: IO[byt
         return sum(out.write(piece.payload) for piece in pieces)
 
 
-def import_namespace(target: str | None, source: IO[bytes]) -> int:
+def import_namespace(target: str, source: IO[bytes]) -> int:
     """Adds an export; returns its number of tokens. Adds nothing and raises AdminError for a damaged one."""
     pieces = iter(lambda: source.read(_PIECE_BYTES), b"")
     requests = (pb.ImportNamespaceRequest(payload=piece) for piece in pieces)
@@ -58,7 +58,7 @@ def import_namespace(target: str | None, source: IO[bytes]) -> int:
         return int(service.ImportNamespace(requests, timeout=_TRANSFER_TIMEOUT_S).num_tokens)
 
 
-def purge(target: str | None, tenant: str) -> int:
+def purge(target: str, tenant: str) -> int:
     """Removes a tenant's text; returns the number of its namespaces. Raises AdminError."""
     with _service(target) as service:
         request = pb.PurgeTenantRequest(tenant=tenant)
@@ -66,7 +66,7 @@ def purge(target: str | None, tenant: str) -> int:
 
 
 @contextmanager
-def _service(target: str | None) -> Iterator[lookahead_pb2_grpc.LookaheadServiceStub]:
+def _service(target: str) -> Iterator[lookahead_pb2_grpc.LookaheadServiceStub]:
     fleet = fleet_of(target)
     if fleet is not None:
         services = fleet.targets(Role.LOOKAHEAD)

@@ -15,7 +15,7 @@ from tandem_cli.options import fail, table
 app = typer.Typer(help="Show, export, import or remove shared text.", no_args_is_help=True)
 
 ServiceOption = Annotated[
-    str | None,
+    str,
     typer.Option(
         "--target",
         metavar="ADDRESS",
@@ -25,7 +25,7 @@ ServiceOption = Annotated[
 
 
 @app.command()
-def stats(target: ServiceOption = None) -> None:
+def stats(target: ServiceOption = "") -> None:
     """Show the namespaces of this replica."""
     from tandem_cli import lookahead_admin
 
@@ -67,7 +67,7 @@ def export_namespace(
     revision: Annotated[
         str, typer.Option(help="Start of the model's revision, if the tenant has several namespaces.")
     ] = "",
-    target: ServiceOption = None,
+    target: ServiceOption = "",
 ) -> None:
     """Write a namespace's shared text to a file."""
     from tandem_cli import lookahead_admin
@@ -80,7 +80,7 @@ def export_namespace(
 @app.command("import")
 def import_namespace(
     file: Annotated[str, typer.Argument(help="An export; - reads from stdin.")],
-    target: ServiceOption = None,
+    target: ServiceOption = "",
 ) -> None:
     """Add an export to a service; every replica and pod gets it."""
     from tandem_cli import lookahead_admin
@@ -94,7 +94,7 @@ def import_namespace(
 def purge(
     tenant: Annotated[str, typer.Argument(help="Tenant whose text is removed.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    target: ServiceOption = None,
+    target: ServiceOption = "",
 ) -> None:
     """Remove a tenant's text permanently: here, in Redis, and in every pod."""
     from tandem_cli import lookahead_admin

@@ -16,6 +16,7 @@ from tandem_cli.doctor.command import doctor
 from tandem_cli.options import (
     ApiKeyOption,
     CaOption,
+    ChatOptions,
     ChatTemplateOption,
     DtypeOption,
     MaxTokensOption,
@@ -135,34 +136,15 @@ def certificates(
 
 
 @app.command()
+@with_fields(ChatOptions)
 def chat(
-    target: TargetOption = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    temperature: TemperatureOption = None,
-    max_tokens: MaxTokensOption = 512,
-    seed: SeedOption = None,
-    slo_class: Annotated[str, typer.Option(help="SLO class; default: the gateway's.")] = "",
-    speculation: Annotated[
-        SpeculationMode | None, typer.Option(help="Drafts for this chat; unset: the mode of the pods.")
-    ] = None,
     once: Annotated[str | None, typer.Option(help="Ask this question, print the answer and exit.")] = None,
-    api_key: ApiKeyOption = None,
-    ca: CaOption = None,
+    **given: Any,
 ) -> None:
     """Chat in the terminal; shows TTFT and TPOT during the answer, and its receipt."""
     from tandem_cli import chat, targets
 
-    options = chat.ChatOptions(
-        target=targets.gateway(target, "grpc"),
-        system=system,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        seed=seed,
-        slo_class=slo_class,
-        speculation=speculation or "",
-        api_key=api_key,
-        ca_file=ca,
-    )
+    options = ChatOptions(**{**given, "target": targets.gateway(given["target"], "grpc")})
     try:
         code = chat.ask_once(options, once) if once is not None else chat.converse(options)
     except targets.GatewayError as error:
@@ -172,7 +154,7 @@ def chat(
 
 @app.command()
 def top(
-    target: TargetOption = None,
+    target: TargetOption = "",
     api_key: ApiKeyOption = None,
     ca: CaOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_origin, get_type_hints
 
 import typer
+from tandem_core.speculation import SpeculationMode
 
 if TYPE_CHECKING:
     from tandem_service.tls import PodTls, Role
@@ -23,7 +25,7 @@ QuantizationOption = Annotated[
     ),
 ]
 TargetOption = Annotated[
-    str | None,
+    str,
     typer.Option(
         metavar="ADDRESS",
         help="The gateway's host:port or URL (https:// with TLS); default: the system that runs here.",
@@ -51,6 +53,23 @@ ChatTemplateOption = Annotated[
 ]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Equal seeds give equal texts.")]
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Options of `tandem chat`."""
+
+    target: TargetOption = ""
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None
+    temperature: TemperatureOption = None
+    max_tokens: MaxTokensOption = 512
+    seed: SeedOption = None
+    slo_class: Annotated[str, typer.Option(help="SLO class; default: the gateway's.")] = ""
+    speculation: Annotated[
+        SpeculationMode | None, typer.Option(help="Drafts for this chat; unset: the mode of the pods.")
+    ] = None
+    api_key: ApiKeyOption = None
+    ca: CaOption = None
 
 
 def megabytes(num_bytes: float) -> str:

@@ -49,11 +49,11 @@ def running() -> list[FleetRecord]:
     return found
 
 
-def fleet_of(address: str | None) -> FleetRecord | None:
-    """The system that runs here with this address, or without one the only system; None: there is none.
+def fleet_of(address: str) -> FleetRecord | None:
+    """The system that runs here with this address; of "" the only system. None: there is none.
     Several systems end the command."""
     fleets = running()
-    if address is not None:
+    if address:
         host, _, port = _split(address)[1].rpartition(":")
         return next((f for f in fleets if host in (*_LOCAL, f.host) and f.has_port(port)), None)
     if len(fleets) > 1:
@@ -62,9 +62,9 @@ def fleet_of(address: str | None) -> FleetRecord | None:
     return fleets[0] if fleets else None
 
 
-def gateway(address: str | None, purpose: Purpose) -> str:
+def gateway(address: str, purpose: Purpose) -> str:
     """The gateway's address for gRPC (HOST:PORT, with https:// if it has TLS) or its URL for HTTP."""
-    scheme, target = ("", _DEFAULTS[purpose]) if address is None else _split(address)
+    scheme, target = _split(address or _DEFAULTS[purpose])
     if (fleet := fleet_of(address)) is not None:
         port = target.rpartition(":")[2]
         gateways = [pod for pod in fleet.pods if pod.role == "gateway"]

@@ -33,7 +33,7 @@ class Point(NamedTuple):
 class BenchOptions:
     """The load, the requests, the objectives and the files of a run."""
 
-    target: TargetOption = None
+    target: TargetOption = ""
     ca: CaOption = None
     transport: Annotated[Literal["grpc", "http"], typer.Option(help="Protocol of the requests.")] = "grpc"
     rate: Annotated[float | None, typer.Option(min=0.001, help="Mean requests per second.")] = None

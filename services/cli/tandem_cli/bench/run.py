@@ -85,7 +85,6 @@ def _check_folders(*files: Path | None) -> None:
 async def _load(
     options: BenchOptions, requests: Sequence[Request], schedule: Schedule
 ) -> list[RequestRecord]:
-    assert options.target is not None
     make = HttpTransport if options.transport == "http" else GrpcTransport
     transport: Transport = make(options.target, options)
     console = Console()

@@ -22,6 +22,7 @@ from tandem_cli.bench.options import BenchOptions
 from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import Promise, Recorder, Speculation
 from tandem_cli.bench.requests import Request
+from tandem_cli.targets import key_metadata
 
 
 class SendError(Exception):
@@ -78,8 +79,7 @@ class GrpcTransport(Transport):
             speculation=options.speculation or "",
             slo=slo_to_proto(request.slo) if request.sends_objectives else None,
         )
-        key = request.tenant.key or options.api_key
-        metadata = (("authorization", f"Bearer {key}"),) if key else ()
+        metadata = key_metadata(request.tenant.key or options.api_key)
         try:
             async for response in self._stub.Chat(message, metadata=metadata):
                 if response.WhichOneof("event") == "end":

@@ -110,7 +110,7 @@ def _of_up(state_file: Path | None, access: Access) -> Coroutine[None, None, Sys
     from tandem_cli.up.up_plan import certificate_files
 
     try:
-        record = read_state(state_file) if state_file else fleet_of(None)
+        record = read_state(state_file) if state_file else fleet_of("")
     except (OSError, ValueError) as error:
         fail(f"--state-file {state_file} cannot be read: {error}", code=2)
     if record is None:

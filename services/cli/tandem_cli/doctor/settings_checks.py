@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 from tandem_service.discovery import ServiceRef, parse_entry
 from tandem_service.settings import ENV_PREFIX, CommonSettings
+from tandem_service.validation import reason
 
 from tandem_cli.doctor.finding import Finding, Severity
 from tandem_cli.doctor.manifests import GPU, SETTINGS, Objects, Workload, at
@@ -47,10 +48,9 @@ def refused_setting(objects: Objects) -> Iterator[Finding]:
                 if _is_unknown(workload, one["type"], one["input"]):
                     continue
                 field = ENV_PREFIX + str(one["loc"][0]).upper() if one["loc"] else ""
-                reason = one["msg"].removeprefix("Value error, ")
                 yield Finding(
                     f"{workload.where}, {field or 'settings'}",
-                    f"tandem-{workload.role} would not start: {reason}.",
+                    f"tandem-{workload.role} would not start: {reason(one)}.",
                     f"Correct {field} in the settings of {workload.role} pods."
                     if field
                     else "Change the settings it names.",

@@ -31,6 +31,7 @@ from tandem_service.channels import open_channel, open_public_channel
 from tandem_service.redis_client import RedisAddress
 from tandem_service.tls import PodTls, Role
 
+from tandem_cli.targets import key_metadata
 from tandem_cli.up.state_file import FleetRecord
 
 _TIMEOUT_S = 5.0
@@ -48,7 +49,7 @@ class Access:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+        return key_metadata(self.api_key)
 
 
 @dataclass(frozen=True)
