@@ -204,7 +204,8 @@ class Supervisor:
                     await asyncio.wait_for(self._ended_or_killed(keepers), self._grace_s)
                 for child in stage:
                     if child.pid is not None:
-                        self._on_event(child.spec, "did not end in time: killed")
+                        is_late = not self._kill_now.is_set()
+                        self._on_event(child.spec, "did not end in time: killed" if is_late else "killed")
                         child.process.kill()  # type: ignore[union-attr]
                 await asyncio.wait(keepers)
         if not self.failed.done():
