@@ -37,9 +37,10 @@ _OF_TENANT = ("weight", "max_requests", "tokens_per_minute")
 
 
 def authorization(headers: Mapping[str, str]) -> str:
-    """The value for `ApiKeys.authenticate` from a request's headers, whose names are in lower case."""
-    key = headers.get("x-api-key", "")
-    return headers.get("authorization", f"Bearer {key}" if key else "")
+    """The value for `ApiKeys.authenticate` from a request's headers, whose names are in lower case. A key in
+    x-api-key counts if there is no bearer token, for example if a proxy's password is in Authorization."""
+    given, key = headers.get("authorization", ""), headers.get("x-api-key", "")
+    return f"Bearer {key}" if key and not given.lower().startswith("bearer ") else given
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,9 @@ class ApiKeys:
             return self._anyone
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise UnauthenticatedError("an API key is needed: send `Authorization: Bearer KEY`")
+            raise UnauthenticatedError(
+                "an API key is needed: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            )
         # How long a search by digest takes reveals nothing about the keys.
         found = self._callers.get(hashlib.sha256(key.strip().encode()).digest())
         if found is None:

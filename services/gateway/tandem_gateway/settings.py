@@ -17,6 +17,16 @@ from tandem_gateway.request import TenantLimits
 from tandem_gateway.tools.detect import FormatSetting
 
 
+def _check_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """ValueError for a value that is no host name."""
+    for host in hosts:
+        if not _HOST.fullmatch(host):
+            raise ValueError(
+                f"{host!r} is no host name; give NAME or *.DOMAIN without a port; --no-api-keys allows all"
+            )
+    return hosts
+
+
 def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     """ValueError for a value that no browser sends as an origin."""
     for origin in origins:
@@ -25,6 +35,9 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     return origins
 
 
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+#: A field of several host names.
+Hosts = Annotated[Entries, AfterValidator(_check_hosts)]
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
 #: A field of several origins.
 Origins = Annotated[Entries, AfterValidator(_check_origins)]
@@ -87,6 +100,9 @@ class GatewaySettings(RedisSettings):
     cors_origins: Origins = ()
     """origins whose pages may call the HTTP API from a browser, https://app.example.com[,...], or * for any;
     unset: none"""
+    allowed_hosts: Hosts = ()
+    """further names under which clients may call a gateway without keys, NAME or *.DOMAIN[,...], such as a
+    reverse proxy's; IP addresses and this machine's names are always allowed"""
     max_connections: Annotated[int, Field(ge=1)] = 1024
     """most connections at once, of HTTP and of gRPC each"""
     max_connection_age_s: Annotated[float, Field(ge=0)] = 300.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from urllib.parse import urlsplit
 
 import structlog
 from google.protobuf.json_format import MessageToJson
@@ -19,9 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from tandem_core.errors import InvalidRequestError, quoted
+from tandem_core.errors import InvalidRequestError
 from tandem_service.interceptors import REQUEST_ID_KEY, request_id_or_new
-from tandem_service.tls import is_loopback
 from tandem_service.tracing import current
 
 from tandem_gateway.admission.quotas import OpenCalls
@@ -33,15 +31,18 @@ from tandem_gateway.dashboard.routes import dashboard_routes
 from tandem_gateway.dialects.openai_render import error_json
 from tandem_gateway.edge.connect_api import ConnectApi
 from tandem_gateway.edge.grpc_api import GatewayServicer
+from tandem_gateway.edge.host_names import HostNamesMiddleware
 from tandem_gateway.edge.http_stream import ClientGoneError
 from tandem_gateway.edge.openai_api import OpenAiApi
+from tandem_gateway.edge.paths import TrailingSlashMiddleware, hint
 from tandem_gateway.edge.site.routes import site_routes
 from tandem_gateway.edge.tokenize_api import TokenizeApi
 from tandem_gateway.errors import (
     BodyTimeoutError,
-    ForbiddenError,
+    BodyTypeError,
     GatewayError,
     OverloadedError,
+    UnauthenticatedError,
     UnavailableError,
     presentation,
 )
@@ -86,36 +87,6 @@ class RequestIdMiddleware:
             raise
         finally:
             current().end()  # the whole response is sent
-
-
-class LocalNamesMiddleware:
-    """Accepts loopback host names only, which prevents DNS rebinding: without keys, a web page whose name
-    resolves to 127.0.0.1 could read everything, because the browser sees the gateway as the page's origin."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get("host", "localhost") if scope["type"] == "http" else "localhost"
-        app = self._app if _is_local_name(given) else JSONResponse(_not_local(given), status_code=403)
-        await app(scope, receive, send)
-
-
-def _is_local_name(host: str) -> bool:
-    """`host`: with a port or without."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    return is_loopback(name) or name.endswith(".localhost")
-
-
-def _not_local(host: str) -> dict[str, object]:
-    error = ForbiddenError(
-        f"Host {quoted(host)} is not a name of this machine, and no keys are required; use localhost, or "
-        "start the gateway with --api-keys-file, or with --no-api-keys where everyone may use the models"
-    )
-    return {"type": "error", **error_json(error)}
 
 
 def make_app(
@@ -186,8 +157,10 @@ def make_app(
             Exception: _unexpected,
         },
     )
+    app.router.redirect_slashes = False
+    app.add_middleware(TrailingSlashMiddleware)
     if settings.api_keys_file is None and not settings.no_api_keys:
-        app.add_middleware(LocalNamesMiddleware)
+        app.add_middleware(HostNamesMiddleware, allowed=settings.allowed_hosts)
     app.add_middleware(RequestIdMiddleware)
     if origins := settings.cors_origins:
         app.add_middleware(
@@ -205,6 +178,11 @@ async def _refuse(request: Request, error: Exception) -> Response:
     headers = {}
     if isinstance(error, BodyTimeoutError):
         headers["connection"] = "close"  # the rest of the body is not read
+    if isinstance(error, BodyTypeError):
+        is_type = error.field == "content-type"
+        headers |= {"accept-post": "application/json"} if is_type else {"accept-encoding": "identity"}
+    if isinstance(error, UnauthenticatedError):
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, OverloadedError | UnavailableError):
         if error.retry_after_s is None:
             headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients follow it
@@ -225,9 +203,10 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {quoted(request.url.path)}: {error.detail}"
+    known = {route.path for route in request.app.routes if isinstance(route, Route)}
+    message = hint(request.method, request.url.path, error, known)
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
+    return JSONResponse({"type": "error", "error": body}, error.status_code, error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -23,6 +23,7 @@ from tandem_gateway.edge.acceptor import Acceptor, Place
 #: Served to connections beyond the limit, so that probes do not consider a full gateway dead.
 _PROBE_PATHS = frozenset({"/health", "/ping"})
 _PROBE_TIMEOUT_S = 1.0
+_LENGTHS = {b"content-length", b"transfer-encoding"}
 #: Idle connections are closed after this time.
 _KEEP_ALIVE_S = 20
 #: A client that takes fewer bytes in this time, though more wait for it, has gone.
@@ -50,8 +51,8 @@ def _last(send: Send) -> Send:
 
 class _ConnectionApp:
     """The application as one connection sees it. A response is the connection's last one if it begins at
-    `ends_at` (the loop's time) or later, and beyond the limit of connections, where only probes are
-    served."""
+    `ends_at` (the loop's time) or later, beyond the limit of connections, where only probes are served, and
+    if its request has two lengths, which a proxy may read otherwise (RFC 9112, 6.3)."""
 
     def __init__(
         self, app: ASGIApp, place: Place, is_known: Callable[[Scope], bool], *, ends_at: float
@@ -66,6 +67,7 @@ class _ConnectionApp:
         if place.is_beyond and scope["path"] not in _PROBE_PATHS:
             app = Response(status_code=503, headers={"retry-after": "1"})
         is_last = place.is_beyond or asyncio.get_running_loop().time() >= self._ends_at
+        is_last |= _LENGTHS.issubset(name for name, _ in scope["headers"])
         place.keep(self._is_known(scope))
         try:
             await app(scope, receive, _last(send) if is_last else send)

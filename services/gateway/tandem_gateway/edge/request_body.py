@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -21,6 +22,7 @@ async def read_body(request: Request, gateway: Gateway) -> bytes:
     """Reads a JSON body. Raises BodyTypeError, BodyTooLargeError, BodyTimeoutError, InvalidRequestError."""
     _check_type(request.headers)
     body = await read_bytes(request, max_body_bytes(gateway), gateway.settings.read_timeout_s)
+    body = body.removeprefix(codecs.BOM_UTF8)
     await check_values(body, gateway)
     return body
 

@@ -6,7 +6,7 @@ import html
 import json
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from tandem_service.version import software_version
 
@@ -36,6 +36,9 @@ def site_routes(*, model: str, max_model_len: int, requires_keys: bool) -> list[
     async def docs(request: Request) -> Response:
         return file_response(files, "docs.html")
 
+    async def docs_without_slash(request: Request) -> Response:
+        return RedirectResponse("../docs")  # the page's links are relative
+
     async def file(request: Request) -> Response:
         return file_response(files, request.path_params["name"])
 
@@ -48,6 +51,7 @@ def site_routes(*, model: str, max_model_len: int, requires_keys: bool) -> list[
     return [
         Route("/", about),
         Route("/docs", docs),
+        Route("/docs/", docs_without_slash),
         Route("/site/{name}", file),
         Route("/openapi.json", openapi),
         Route("/version", version),
