@@ -68,7 +68,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_checkpoint(
         LlamaForCausalLM(config), folder, more_special_tokens=["<|user|>"], chat_template=TEMPLATE
     )
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    generation = {"eos_token_id": [2, 3], "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
     weights = {"weight_map": {"model.norm.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
     return folder
@@ -87,6 +88,7 @@ def use(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
             tokenizer = Tokenizer(folder)
             tokenizer.prepare_to_encode()
             tokenizer.encode("<|user|> tandem ✓")
+            _ = tokenizer.manifest.sampling
             tokenizer.encode_chat([Message("user", "hi <|user|>")])
             load_decoder(folder, torch.float32)
         except (ModelLoadError, InvalidRequestError) as error:

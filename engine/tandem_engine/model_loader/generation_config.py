@@ -7,7 +7,6 @@ model with an odd value can be served without them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ _GGUF = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 _WHOLE = ("top_k", "max_tokens")
+#: Larger values, infinities and NaN are refused.
+_LIMIT = 1e15
 
 
 def recommended_sampling(source: Path) -> dict[str, float]:
@@ -46,8 +47,8 @@ def _numbers(path: Path, listed: Mapping[str, Any], names: Mapping[str, str]) ->
         value = listed.get(key)
         if value is None:
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or (name in _WHOLE and value != int(value)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LIMIT
+        if not is_number or (name in _WHOLE and value != int(value)):
             kind = "a whole number" if name in _WHOLE else "a number"
             raise ModelLoadError(
                 f"{path}: {key} is {quoted(str(value))}, but must be {kind}; correct a copy of the model"
