@@ -56,7 +56,8 @@ class TokenChooser:
         self._history: TokenHistory | None = None
         if self._params.changes_logits:
             if request.history is None:
-                request.history = TokenHistory(request.prompt_token_ids, ())
+                allowed = self._params.allowed_token_ids
+                request.history = TokenHistory(request.prompt_token_ids, (), allowed)
             request.history.follow(request.output_token_ids)
             self._history = request.history
 
