@@ -23,6 +23,8 @@ _PUBLIC_KEEPALIVE_MS = 20_000
 _WINDOW_BYTES = 1 << 20
 #: A public connection without a call is closed after this time.
 MAX_IDLE_MS = 15_000
+#: Longest TLS handshake; gRPC's default is two minutes, in which a silent connection takes a place.
+HANDSHAKE_MS = 5_000
 
 
 def _keepalive(interval_ms: int) -> tuple[tuple[str, int], ...]:
@@ -77,6 +79,7 @@ def server_options(
     return (
         *public,
         *_keepalive(keepalive_ms),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", max_request_bytes),
         # With SO_REUSEPORT two servers on one port would share its calls without an error.

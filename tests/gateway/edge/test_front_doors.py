@@ -440,7 +440,8 @@ async def test_strangers_connections_displace_each_other_and_no_callers(pods, ga
             stranger.transport.abort()
 
 
-async def test_tls_handshakes_count_as_connections_and_end(pods, model_folder, tmp_path):
+async def test_tls_handshakes_count_as_connections_and_end(pods, model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("tandem_service.channels.HANDSHAKE_MS", 300)
     certificates.prepare(tmp_path)
     files = certificates.issue(tmp_path, Role.GATEWAY)
     pod = await pods()
@@ -461,6 +462,8 @@ async def test_tls_handshakes_count_as_connections_and_end(pods, model_folder, t
             name = {"sni_hostname": Role.GATEWAY.dns_name}
             url = f"https://127.0.0.1:{process.http_port}/health"
             assert (await client.get(url, extensions=name)).status_code == 200
+        silent.append(await asyncio.open_connection("127.0.0.1", process.grpc_port))
+        assert await asyncio.wait_for(silent[-1][0].read(), 30) == b""
     finally:
         for _, writer in silent:
             writer.close()
