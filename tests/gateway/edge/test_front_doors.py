@@ -835,7 +835,7 @@ async def test_the_command_line_reaches_a_gateway_with_tls(pods, model_folder, t
         await until_async(serves)
         assert await asyncio.to_thread(chat.ask_once, options(tmp_path / "ca.pem"), "hi") == 0
         assert "output 3" in capsys.readouterr().err  # of the receipt
-        with pytest.raises(chat.GatewayError, match="cannot be reached"):
+        with pytest.raises(chat.GatewayError, match="is not trusted"):
             await asyncio.to_thread(chat.ask_once, options(None), "hi")
     finally:
         await process.stop()
