@@ -8,6 +8,7 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 import urllib.error
@@ -399,3 +400,15 @@ async def test_a_taken_port_is_an_error_with_a_remedy():
         )
         with pytest.raises(OSError, match="--port"):
             await second.start()
+
+
+async def test_probes_are_answered_while_idle_connections_to_the_metrics_port_come() -> None:
+    async with running(metrics_port=0) as pod:
+        before = threading.active_count()
+        strangers = [socket.create_connection(("127.0.0.1", pod.server.metrics_port)) for _ in range(100)]
+        try:
+            assert (await asyncio.to_thread(get, pod, "/livez"))[0] == 200
+            assert threading.active_count() - before <= 40
+        finally:
+            for stranger in strangers:
+                stranger.close()

@@ -7,9 +7,11 @@ global one, so two servers in one test process do not collide.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 #: An event loop that is blocked for longer is not alive.
 _LIVE_S = 1.0
+#: Connections at once, each with a thread; beyond them the oldest one ends. One may neither send nor read for
+#: this time.
+_MAX_CONNECTIONS, _IDLE_S = 32, 5.0
 
 
 def new_registry() -> CollectorRegistry:
@@ -66,6 +71,10 @@ class MetricsServer:
             "/healthz": is_serving,
             "/livez": self._loop_turns,
         }
+        self._connections: list[socket.socket] = []
+        handler: Any = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _IDLE_S})
+        self._server.verify_request = self._make_place  # type: ignore[method-assign, assignment]
         self._metrics: WSGIApplication = self._server.get_app()  # type: ignore[assignment]
         self._server.set_app(self._answer)
         #: The bound port, also when the requested one was 0.
@@ -77,6 +86,15 @@ class MetricsServer:
         self._server.server_close()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
+
+    def _make_place(self, connection: socket.socket, _: object) -> bool:
+        """For a new connection, which its thread closes."""
+        self._connections = [one for one in self._connections if one.fileno() >= 0]
+        if len(self._connections) >= _MAX_CONNECTIONS:
+            with contextlib.suppress(OSError):
+                self._connections.pop(0).shutdown(socket.SHUT_RDWR)
+        self._connections.append(connection)
+        return True
 
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         check = self._checks.get(environ["PATH_INFO"])
