@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -234,3 +235,14 @@ def test_pods_of_a_role_divide_the_cores(num_pods, asked, threads, monkeypatch):
         if spec.role in ("prefill", "decode"):
             flags = dict(itertools.pairwise(spec.command))
             assert flags.get("--threads") == threads
+
+
+def test_the_settings_of_all_roles_are_checked_without_torch() -> None:
+    probe = (
+        "import sys; from pathlib import Path; from tandem_cli.up.options import FleetOptions, PodFlag\n"
+        "from tandem_cli.up.up_plan import check_settings, plan_fleet\n"
+        "flags = tuple(PodFlag.parse(f'{role}.pod-id=x') for role in ('decode', 'prefill'))\n"
+        "options = FleetOptions(model_dir=Path('m'), pod_flags=flags)\n"
+        "check_settings(options, plan_fleet(options)); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", probe], check=True)

@@ -202,11 +202,11 @@ def parse(cls: type[SettingsT], arguments: Sequence[str]) -> SettingsT:
     except SettingsError as error:
         message = str(error.__cause__ or error).removeprefix("error parsing CLI: ")
         if (unknown := message.removeprefix("unrecognized arguments: ")) != message:
-            message = unknown_flag(cls, unknown.split()[0])
+            message = _unknown_flag(cls, unknown.split()[0])
         raise SettingsError(message) from error
 
 
-def unknown_flag(cls: type[BaseSettings], flag: str) -> str:
+def _unknown_flag(cls: type[BaseSettings], flag: str) -> str:
     """The message about a flag that is none of the settings'."""
     if not flag.startswith("--"):
         return f"{flag!r} belongs to no flag; --help lists them"

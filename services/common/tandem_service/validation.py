@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+#: A name is taken for a misspelt one that is this similar.
+_SIMILAR = 0.7
 #: By type of error; the fields are those of its context.
 _WORDS = {
     "missing": "is missing",
@@ -39,7 +41,7 @@ _WORDS = {
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name; "" if none is similar."""
-    (similar,) = difflib.get_close_matches(name, known, 1) or ("",)
+    (similar,) = difflib.get_close_matches(name, known, 1, _SIMILAR) or ("",)
     return f"; did you mean {similar}?" if similar else ""
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
-from tandem_engine.assemble import EngineConfig
 from tandem_pod.settings import EnginePodSettings
 from tandem_service.settings import Port
 from tandem_service.tls import Role
+
+if TYPE_CHECKING:
+    from tandem_engine.assemble import EngineConfig
 
 
 class DecodeSettings(EnginePodSettings):

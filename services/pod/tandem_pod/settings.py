@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
-from tandem_engine.assemble import EngineConfig
 from tandem_service.settings import Entries, PodSettings
+
+if TYPE_CHECKING:
+    from tandem_engine.assemble import EngineConfig
 
 
 class EnginePodSettings(PodSettings):
@@ -51,5 +53,8 @@ class EnginePodSettings(PodSettings):
     """functions that requests may name to change logits: NAME=MODULE:FUNCTION,...; the same for all pods"""
 
     def engine_config(self, *, max_draft_nodes: int, decodes: bool = True) -> EngineConfig:
+        # With torch, which takes seconds; commands read the settings without it.
+        from tandem_engine.assemble import EngineConfig
+
         shared = self.model_dump(include={field.name for field in fields(EngineConfig)})
         return EngineConfig(**shared, max_draft_nodes=max_draft_nodes, decodes=decodes)

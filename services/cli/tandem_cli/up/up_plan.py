@@ -196,24 +196,24 @@ def certificate_files(folder: Path, name: str) -> PemFiles:
 
 
 def check_settings(options: FleetOptions, plan: ProcessPlan) -> None:
-    """Raises OptionError for what a process would refuse: its flags and variables, and the files of gateways.
-    Skips pods without a flag of the user's, because their settings load torch."""
+    """Raises OptionError for what a process would refuse: its flags and variables, and files of gateways."""
     from pydantic_settings import SettingsError
     from tandem_gateway.auth import ApiKeys, KeyFileError
     from tandem_gateway.settings import GatewaySettings
-    from tandem_service.settings import parse, unknown_flag
+    from tandem_service.settings import parse
     from tandem_service.slo_file import SloFileError, load_slo_classes
     from tandem_service.tls import TlsFileError
+    from tandem_service.validation import did_you_mean
 
     for role, spec in {spec.role: spec for spec in plan.processes if spec.role in ROLES}.items():
         given = [flag for flag in options.pod_flags if flag.role == role]
-        if not given and role in ("decode", "prefill"):
-            continue
         cls = getattr(importlib.import_module(f"tandem_{role}.settings"), f"{role.title()}Settings")
+        known = [name.replace("_", "-") for name in cls.model_fields]
         for flag in given:
-            if flag.flag.replace("-", "_") not in cls.model_fields:
-                message = unknown_flag(cls, f"--{flag.flag}").replace("--", f"{role}.")
-                raise OptionError(f"--set {flag.text}: {message}")
+            if flag.flag not in known:
+                meant = did_you_mean(flag.flag, known).replace("mean ", f"mean {role}.")
+                remedy = meant or f"; `tandem-{role} --help` lists its flags"
+                raise OptionError(f"--set {flag.text}: {role}.{flag.flag} is unknown{remedy}")
         try:
             settings = parse(cls, spec.command[1:])
             if isinstance(settings, GatewaySettings):
