@@ -82,9 +82,16 @@ def by_requests(url: str, body: Mapping[str, object]) -> str:
             return by_stripped_lines(answer.iter_lines(decode_unicode=True))
 
 
+@pytest.fixture
+def _quick_pings(monkeypatch) -> None:
+    monkeypatch.setattr("tandem_gateway.edge.http_stream._PING_S", 0.05)
+
+
+@pytest.mark.usefixtures("_quick_pings")
+@pytest.mark.parametrize("pause_s", [0.0, 0.1], ids=["without pings", "with pings"])
 @pytest.mark.parametrize("path", BODIES)
-async def test_readers_of_all_kinds_get_the_same_text(path, pods, gateway):
-    front = await gateway(await pods(words=HOSTILE))
+async def test_readers_of_all_kinds_get_the_same_text(path, pause_s, pods, gateway):
+    front = await gateway(await pods(words=HOSTILE, pause_s=pause_s))
     body = BODIES[path]
     async with front.http.stream("POST", path, json=body) as answer:
         raw = b"".join([part async for part in answer.aiter_raw()])
@@ -97,7 +104,7 @@ async def test_readers_of_all_kinds_get_the_same_text(path, pods, gateway):
     assert await asyncio.to_thread(by_requests, front.url + path, body) == TEXT
 
 
-async def test_the_clients_of_openai_get_the_same_text(pods, gateway):
+async def test_openais_client_gets_the_same_text(pods, gateway):
     front = await gateway(await pods(words=HOSTILE))
     chunks = await front.openai.chat.completions.create(model="", messages=USER, stream=True)
     assert "".join([chunk.choices[0].delta.content or "" async for chunk in chunks]) == TEXT
@@ -189,27 +196,24 @@ async def test_a_late_failure_is_an_event(pods, gateway, opened):
     assert "Hello" in text and "says no" in text and "[DONE]" not in text
 
 
-@pytest.fixture
-def _quick_pings(monkeypatch) -> None:
-    monkeypatch.setattr("tandem_gateway.edge.http_stream._PING_S", 0.1)
-
-
 @pytest.mark.usefixtures("_quick_pings")
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("headers", [{}, {"x-event-ids": "true"}])
 async def test_silence_is_filled_with_pings(path, headers, pods, gateway):
-    front = await gateway(await pods(pause_s=0.5))
+    front = await gateway(await pods(pause_s=0.3))
     answer = await front.http.post(path, json=BODIES[path], headers=headers)
     if path == MESSAGES:
         assert 'event: ping\ndata: {"type":"ping"}\n\n' in answer.text
-    else:
+    elif headers:
         assert answer.text.startswith(": ping\n") and answer.text.count(": ping\n") > 3
+    else:
+        assert answer.text.startswith("\n\n") and answer.text.count("\n\n\n\n") > 3
     assert by_the_standard(answer.content) == "Hello there!"
 
 
 @pytest.mark.usefixtures("_quick_pings")
 @pytest.mark.parametrize("headers", [{}, {"idempotency-key": "k"}])
-async def test_the_clients_of_openai_ignore_pings(headers, pods, gateway):
+async def test_openais_client_ignores_pings(headers, pods, gateway):
     front = await gateway(await pods(pause_s=0.4))
     stream = await front.openai.chat.completions.create(
         model="", messages=USER, stream=True, extra_headers=headers

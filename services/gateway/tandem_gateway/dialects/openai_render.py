@@ -138,10 +138,11 @@ class Renderer(ABC):
         return sse(error_json(error))
 
     def ping(self, *, has_ids: bool) -> bytes:
-        """A comment, sent while there are no events. Readers that know only events need the empty line after
-        it; those that remember ids (of OpenAI's and other clients) would take it for an event without data.
-        """
-        return b": ping\n" if has_ids else b": ping\n\n"
+        """What is sent while there are no events. Empty lines, because readers that take each line or block
+        for JSON (sglang's benchmark and its many copies) skip these, but fail at a comment. Readers that
+        remember ids (OpenAI's and httpx-sse) take an empty line for an event without data, so theirs is a
+        comment."""
+        return b": ping\n" if has_ids else b"\n\n"
 
     def encode_end(self) -> bytes:
         """The bytes after the last event of a complete stream."""
