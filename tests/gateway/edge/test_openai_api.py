@@ -549,3 +549,13 @@ async def test_wrong_objectives_are_refused_by_name(pods, gateway, headers, word
     response = await front.http.post("/v1/chat/completions", json=body, headers=headers)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("log_format", "level"), [("json", "info"), ("console", "debug")])
+async def test_a_line_per_request_is_for_collectors_and_for_debugging(pods, gateway, log_format, level):
+    front = await gateway(await pods(), log_format=log_format)
+    with structlog.testing.capture_logs() as logs:
+        assert (await front.http.post("/v1/chat/completions", json={"messages": USER})).is_success
+        assert (await front.http.post("/v1/chat/completions", json={"messages": []})).is_client_error
+    lines = [(entry["log_level"], entry["outcome"]) for entry in logs if entry["event"] == "request"]
+    assert lines == [(level, "ok"), (level, "invalid")]
