@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem_cli.targets import running
 from tandem_cli.up.state_file import FleetRecord, read_state
-from tandem_core.model.registry import cache_root
 
 RULES = Path(__file__).resolve().parent / "rules.yml"
 _START_S = 60.0
@@ -83,9 +83,9 @@ ALERTMANAGER_CONFIG = {
 }
 
 
-def running_state_file(folder: Path) -> Path:
+def running_state_file() -> Path:
     """The state file of the one `tandem up` that runs here. Raises ObserveError."""
-    found = sorted(folder.glob("*.json"))
+    found = list(running())
     if not found:
         raise ObserveError("no `tandem up` runs here; start it with `make serve`, or name its --state-file")
     if len(found) > 1:
@@ -202,7 +202,7 @@ def main() -> int:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             options = Options(
-                arguments.state_file or running_state_file(cache_root() / "run"),
+                arguments.state_file or running_state_file(),
                 arguments.folder or Path(temporary),
                 arguments.prometheus_port,
                 arguments.alertmanager_port,

@@ -90,9 +90,9 @@ def test_what_a_killed_supervisor_left_is_ignored(register, tmp_path: Path) -> N
     os.utime(tmp_path / "run" / "7201.json", (1e9, 1e9))  # its supervisor's pid is now another process's
     (tmp_path / "run" / "7301.json").write_text("{")
     (tmp_path / "run" / "7401.json").write_text(json.dumps({"pods": [], "of": "a later version"}))
-    assert targets.running() == []
+    assert targets.running() == {}
     record = register(7001)
-    assert targets.running() == [record]
+    assert list(targets.running().values()) == [record]
 
 
 @pytest.fixture

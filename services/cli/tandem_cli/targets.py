@@ -35,15 +35,15 @@ class GatewayError(Exception):
     """The gateway refused the request or cannot be reached."""
 
 
-def running() -> list[FleetRecord]:
-    """The systems of this user that run on this machine; skips what a killed supervisor has left."""
-    found = []
+def running() -> dict[Path, FleetRecord]:
+    """The systems that run here, by state file in this user's cache; skips what a killed supervisor left."""
+    found = {}
     for path in sorted((cache_root() / "run").glob("*.json")):
         try:
             record, written_s = read_state(path), path.stat().st_mtime
             # A process that began later has the pid by chance; the clock's resolution is 10 ms.
             if psutil.Process(record.supervisor_pid).create_time() <= written_s + 1:
-                found.append(record)
+                found[path] = record
         except (OSError, ValueError, LookupError, TypeError, psutil.Error):
             continue
     return found
@@ -52,7 +52,7 @@ def running() -> list[FleetRecord]:
 def fleet_of(address: str) -> FleetRecord | None:
     """The system that runs here with this address; of "" the only system. None: there is none.
     Several systems end the command."""
-    fleets = running()
+    fleets = list(running().values())
     if address:
         host, _, port = _split(address)[1].rpartition(":")
         return next((f for f in fleets if host in (*_LOCAL, f.host) and f.has_port(port)), None)
