@@ -18,10 +18,11 @@ ChainHash = NewType("ChainHash", bytes)
 BlockHasher = Callable[[ChainHash, Sequence[int]], ChainHash]
 
 
-def cache_salt(tenant: str, model_revision: str, lora: str = "") -> bytes:
-    """16 bytes from what must keep KV apart; each part is length-prefixed so that no two sets collide."""
+def cache_salt(tenant: str, model_revision: str, lora: str = "", salt: str = "") -> bytes:
+    """16 bytes from what must keep KV apart; each part is length-prefixed so that no two sets collide.
+    `salt`: the request's own."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in (tenant, model_revision, lora):
+    for part in (tenant, model_revision, lora, *([salt] if salt else [])):
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
     return digest.digest()

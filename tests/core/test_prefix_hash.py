@@ -20,5 +20,7 @@ def test_salts_of_different_parts_differ() -> None:
         cache_salt("ab", "c"),
         cache_salt("a", "bc", "l"),
         cache_salt("a", "b", "c"),
+        cache_salt("a", "b", salt="c"),
+        cache_salt("a", "b", "c", "l"),
     }
-    assert len(salts) == 4
+    assert len(salts) == 6

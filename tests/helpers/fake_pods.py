@@ -53,6 +53,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     can_search: bool = True
     #: Why its answers end.
     reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_STOP
+    #: The stop string that ends them; "": the model's end token.
+    stop_reason: str = ""
     total_blocks: int = 100
     free_blocks: int = 100
     num_running: int = 0
@@ -167,7 +169,9 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             prefill_preemptions=self.num_prefill_preemptions,
         )
         yield decode_pb2.DecodeResponse(
-            finished=decode_pb2.DecodeFinished(reason=self.reason, stop_reason="<|im_end|>", receipt=receipt)
+            finished=decode_pb2.DecodeFinished(
+                reason=self.reason, stop_reason=self.stop_reason, receipt=receipt
+            )
         )
 
     async def _search(self, request, context):

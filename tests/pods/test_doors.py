@@ -52,6 +52,19 @@ async def test_a_tenant_cannot_tell_what_another_has_sent(tiny_model: Path, comp
         assert await cached_on_prefill_pod(fleet.prefill, fleet.layout, "third") == 0
 
 
+@pytest.mark.parametrize("computed_on", ["decode", "prefill"])
+async def test_requests_with_another_cache_salt_share_no_prefix(tiny_model: Path, computed_on: str) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        targets = [fleet.prefill_target] if computed_on == "prefill" else []
+        seen = {}
+        for salt, request_id in (("", "a"), ("s", "b"), ("t", "c"), ("s", "d"), ("", "e")):
+            message = of_tenant("t", request_id, targets)
+            message.cache_salt = salt
+            receipt = await receipt_of(fleet.decode, message)
+            seen[request_id] = receipt.cached_tokens
+        assert [seen[name] >= 192 for name in "abcde"] == [False, False, False, True, True], seen
+
+
 async def cached_on_prefill_pod(prefill: prefill_pb2_grpc.PrefillServiceStub, layout, tenant: str) -> int:
     """Cached tokens that a Prefill call of the tenant reports; the KV goes nowhere, as no block is wanted."""
     ticket = prefill_pb2.KvTicket(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 
 from tandem_core.errors import InvalidRequestError, ModelLoadError, quoted
 from tandem_core.model.conversation import DEFAULT_OPTIONS, ChatOptions, Json, Message, Tool, ToolCall
@@ -67,8 +68,11 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos_token: str, eos_token: str, control_tokens: Iterable[str]) -> None:
         """Raises ModelLoadError when the template is not valid Jinja."""
+        environment = template_environment()
         try:
-            self._template = template_environment().from_string(source)
+            self._template = environment.from_string(source)
+            #: Names that the template reads and does not set itself.
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ModelLoadError(
                 f"the model's chat template cannot be compiled ({_fault(error)}); pull a model with a valid "

@@ -83,6 +83,11 @@ class Tokenizer:
         """How the chat template takes tools; None: it knows none."""
         return None if self._chat_template is None else self._chat_template.tool_use
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Variables that the chat template reads, such as `enable_thinking`."""
+        return frozenset() if self._chat_template is None else self._chat_template.variables
+
     def added_token_id(self, text: str) -> int | None:
         """The id of the added token with exactly this text; None if there is none."""
         token_id: int | None = self._tokenizer.token_to_id(text)

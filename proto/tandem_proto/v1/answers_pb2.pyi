@@ -111,6 +111,10 @@ class ShownAs(_message.Message):
     ECHOED_TEXTS_FIELD_NUMBER: _builtins.int
     HIDES_OUTPUT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELDS_FIELD_NUMBER: _builtins.int
+    CUSTOM_TOOLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bool
     """With the ids of prompt and output tokens."""
     tokens_as_ids: _builtins.bool
@@ -125,9 +129,19 @@ class ShownAs(_message.Message):
     """Without the token that was generated, since the caller asked for none."""
     prompt_logprobs: _builtins.int
     """The prompts' log probabilities, with so many of the most likely tokens, in a field of their own; unset: not."""
+    model: _builtins.str
+    """The model's name in the request, shown with the answer; empty: the served model's."""
+    response_fields: _builtins.str
+    """Of a response: the request's fields that it shows, as a JSON object; empty: none."""
+    reasoning: _builtins.bool
+    """Of a message: the reasoning is shown."""
     @_builtins.property
     def echoed_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Each prompt's text, shown before the text of its choices; empty: it is not."""
+
+    @_builtins.property
+    def custom_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of a response: tools whose calls are shown with one text as input."""
 
     def __init__(
         self,
@@ -140,10 +154,14 @@ class ShownAs(_message.Message):
         echoed_texts: _abc.Iterable[_builtins.str] | None = ...,
         hides_output: _builtins.bool = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        model: _builtins.str = ...,
+        response_fields: _builtins.str = ...,
+        custom_tools: _abc.Iterable[_builtins.str] | None = ...,
+        reasoning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "continuous_usage", b"continuous_usage", "echoed_texts", b"echoed_texts", "hides_logprobs", b"hides_logprobs", "hides_output", b"hides_output", "num_best", b"num_best", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids", "tokens_as_ids", b"tokens_as_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "continuous_usage", b"continuous_usage", "custom_tools", b"custom_tools", "echoed_texts", b"echoed_texts", "hides_logprobs", b"hides_logprobs", "hides_output", b"hides_output", "model", b"model", "num_best", b"num_best", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "response_fields", b"response_fields", "token_ids", b"token_ids", "tokens_as_ids", b"tokens_as_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
@@ -164,6 +182,7 @@ class AnswerForm(_message.Message):
     STARTS_IN_REASONING_FIELD_NUMBER: _builtins.int
     AS_FUNCTION_CALL_FIELD_NUMBER: _builtins.int
     GUIDED_FIELD_NUMBER: _builtins.int
+    REQUIRED_FIELD_NUMBER: _builtins.int
     tool_format: _builtins.str
     """The form of tool calls: "hermes", "llama3", "mistral" or "mistral-args"; empty: there are none."""
     single_call: _builtins.bool
@@ -175,6 +194,8 @@ class AnswerForm(_message.Message):
     """Calls are shown as the older `function_call`."""
     guided: _builtins.bool
     """A grammar holds calls to their schemas, so nothing that it did not see counts as one."""
+    required: _builtins.bool
+    """The answer has calls alone, apart from reasoning."""
     @_builtins.property
     def tool_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The tools that may be called."""
@@ -189,10 +210,11 @@ class AnswerForm(_message.Message):
         starts_in_reasoning: _builtins.bool = ...,
         as_function_call: _builtins.bool = ...,
         guided: _builtins.bool = ...,
+        required: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_function_call", b"as_function_call", "guided", b"guided", "reasoning", b"reasoning", "single_call", b"single_call", "starts_in_reasoning", b"starts_in_reasoning", "tool_format", b"tool_format", "tool_names", b"tool_names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_function_call", b"as_function_call", "guided", b"guided", "reasoning", b"reasoning", "required", b"required", "single_call", b"single_call", "starts_in_reasoning", b"starts_in_reasoning", "tool_format", b"tool_format", "tool_names", b"tool_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

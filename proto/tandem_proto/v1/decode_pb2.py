@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem_proto.v1 import common_pb2 as tandem__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctandem_proto/v1/decode.proto\x12\ttandem.v1\x1a\x1ctandem_proto/v1/common.proto\"\xc0\x03\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x17\n\x0fprefill_targets\x18\x05 \x03(\t\x12\x13\n\x0bspeculation\x18\x08 \x01(\t\x12\x1c\n\x10output_token_ids\x18\t \x03(\rB\x02\x10\x01\x12\x16\n\x0e\x64\x65\x63ode_retries\x18\n \x01(\r\x12\x0f\n\x07\x63rashes\x18\x0b \x01(\r\x12\x11\n\tkv_source\x18\x0c \x01(\t\x12\x18\n\x10one_token_chunks\x18\r \x01(\x08\x12\x18\n\x0b\x64ue_seconds\x18\x0e \x01(\x02H\x00\x88\x01\x01\x12\x15\n\rtoken_seconds\x18\x0f \x01(\x02\x12\x18\n\x0b\x65nd_seconds\x18\x10 \x01(\x02H\x01\x88\x01\x01\x12\x17\n\x0f\x65xpected_tokens\x18\x11 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x14 \x01(\rB\x0e\n\x0c_due_secondsB\x0e\n\x0c_end_secondsJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"\xc9\x01\n\x0e\x44\x65\x63odeResponse\x12\'\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.tandem.v1.DecodeChunkH\x00\x12-\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x19.tandem.v1.DecodeFinishedH\x00\x12-\n\x08progress\x18\x03 \x01(\x0b\x32\x19.tandem.v1.DecodeProgressH\x00\x12\'\n\x05\x62\x65\x61ms\x18\n \x01(\x0b\x32\x16.tandem.v1.DecodeBeamsH\x00\x42\x07\n\x05\x65vent\"n\n\x0e\x44\x65\x63odeProgress\x12\x17\n\x0fprefill_crashes\x18\x01 \x01(\r\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x17\n\x0fprompt_computed\x18\x03 \x01(\x08\x12\x18\n\x10prefill_failures\x18\x04 \x01(\r\"\xb5\x01\n\x0b\x44\x65\x63odeChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12\x0e\n\x06offset\x18\x04 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\x32 \x01(\x0b\x32\x19.tandem.v1.PromptLogprobs\"\xb1\x01\n\x0e\x44\x65\x63odeFinished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12#\n\x07receipt\x18\x03 \x01(\x0b\x32\x12.tandem.v1.Receipt\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\rB\x10\n\x0e_stop_token_id\"X\n\x0b\x44\x65\x63odeBeams\x12$\n\x05\x62\x65\x61ms\x18\x01 \x03(\x0b\x32\x15.tandem.v1.DecodeBeam\x12#\n\x07receipt\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Receipt\"\xcc\x01\n\nDecodeBeam\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12\'\n\x06reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x05 \x01(\t\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\x18\n\x16GetDecodeStatusRequest\"?\n\x17GetDecodeStatusResponse\x12$\n\x06status\x18\x01 \x01(\x0b\x32\x14.tandem.v1.PodStatus2\xaa\x01\n\rDecodeService\x12?\n\x06\x44\x65\x63ode\x12\x18.tandem.v1.DecodeRequest\x1a\x19.tandem.v1.DecodeResponse0\x01\x12X\n\x0fGetDecodeStatus\x12!.tandem.v1.GetDecodeStatusRequest\x1a\".tandem.v1.GetDecodeStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctandem_proto/v1/decode.proto\x12\ttandem.v1\x1a\x1ctandem_proto/v1/common.proto\"\xd4\x03\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x17\n\x0fprefill_targets\x18\x05 \x03(\t\x12\x13\n\x0bspeculation\x18\x08 \x01(\t\x12\x1c\n\x10output_token_ids\x18\t \x03(\rB\x02\x10\x01\x12\x16\n\x0e\x64\x65\x63ode_retries\x18\n \x01(\r\x12\x0f\n\x07\x63rashes\x18\x0b \x01(\r\x12\x11\n\tkv_source\x18\x0c \x01(\t\x12\x18\n\x10one_token_chunks\x18\r \x01(\x08\x12\x18\n\x0b\x64ue_seconds\x18\x0e \x01(\x02H\x00\x88\x01\x01\x12\x15\n\rtoken_seconds\x18\x0f \x01(\x02\x12\x18\n\x0b\x65nd_seconds\x18\x10 \x01(\x02H\x01\x88\x01\x01\x12\x17\n\x0f\x65xpected_tokens\x18\x11 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x14 \x01(\r\x12\x12\n\ncache_salt\x18\x15 \x01(\tB\x0e\n\x0c_due_secondsB\x0e\n\x0c_end_secondsJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"\xc9\x01\n\x0e\x44\x65\x63odeResponse\x12\'\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.tandem.v1.DecodeChunkH\x00\x12-\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x19.tandem.v1.DecodeFinishedH\x00\x12-\n\x08progress\x18\x03 \x01(\x0b\x32\x19.tandem.v1.DecodeProgressH\x00\x12\'\n\x05\x62\x65\x61ms\x18\n \x01(\x0b\x32\x16.tandem.v1.DecodeBeamsH\x00\x42\x07\n\x05\x65vent\"n\n\x0e\x44\x65\x63odeProgress\x12\x17\n\x0fprefill_crashes\x18\x01 \x01(\r\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x17\n\x0fprompt_computed\x18\x03 \x01(\x08\x12\x18\n\x10prefill_failures\x18\x04 \x01(\r\"\xb5\x01\n\x0b\x44\x65\x63odeChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12\x0e\n\x06offset\x18\x04 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\x32 \x01(\x0b\x32\x19.tandem.v1.PromptLogprobs\"\xb1\x01\n\x0e\x44\x65\x63odeFinished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12#\n\x07receipt\x18\x03 \x01(\x0b\x32\x12.tandem.v1.Receipt\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\rB\x10\n\x0e_stop_token_id\"X\n\x0b\x44\x65\x63odeBeams\x12$\n\x05\x62\x65\x61ms\x18\x01 \x03(\x0b\x32\x15.tandem.v1.DecodeBeam\x12#\n\x07receipt\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Receipt\"\xcc\x01\n\nDecodeBeam\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12\'\n\x06reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x05 \x01(\t\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\x18\n\x16GetDecodeStatusRequest\"?\n\x17GetDecodeStatusResponse\x12$\n\x06status\x18\x01 \x01(\x0b\x32\x14.tandem.v1.PodStatus2\xaa\x01\n\rDecodeService\x12?\n\x06\x44\x65\x63ode\x12\x18.tandem.v1.DecodeRequest\x1a\x19.tandem.v1.DecodeResponse0\x01\x12X\n\x0fGetDecodeStatus\x12!.tandem.v1.GetDecodeStatusRequest\x1a\".tandem.v1.GetDecodeStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,23 +41,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEBEAM'].fields_by_name['token_ids']._loaded_options = None
   _globals['_DECODEBEAM'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_DECODEREQUEST']._serialized_start=74
-  _globals['_DECODEREQUEST']._serialized_end=522
-  _globals['_DECODERESPONSE']._serialized_start=525
-  _globals['_DECODERESPONSE']._serialized_end=726
-  _globals['_DECODEPROGRESS']._serialized_start=728
-  _globals['_DECODEPROGRESS']._serialized_end=838
-  _globals['_DECODECHUNK']._serialized_start=841
-  _globals['_DECODECHUNK']._serialized_end=1022
-  _globals['_DECODEFINISHED']._serialized_start=1025
-  _globals['_DECODEFINISHED']._serialized_end=1202
-  _globals['_DECODEBEAMS']._serialized_start=1204
-  _globals['_DECODEBEAMS']._serialized_end=1292
-  _globals['_DECODEBEAM']._serialized_start=1295
-  _globals['_DECODEBEAM']._serialized_end=1499
-  _globals['_GETDECODESTATUSREQUEST']._serialized_start=1501
-  _globals['_GETDECODESTATUSREQUEST']._serialized_end=1525
-  _globals['_GETDECODESTATUSRESPONSE']._serialized_start=1527
-  _globals['_GETDECODESTATUSRESPONSE']._serialized_end=1590
-  _globals['_DECODESERVICE']._serialized_start=1593
-  _globals['_DECODESERVICE']._serialized_end=1763
+  _globals['_DECODEREQUEST']._serialized_end=542
+  _globals['_DECODERESPONSE']._serialized_start=545
+  _globals['_DECODERESPONSE']._serialized_end=746
+  _globals['_DECODEPROGRESS']._serialized_start=748
+  _globals['_DECODEPROGRESS']._serialized_end=858
+  _globals['_DECODECHUNK']._serialized_start=861
+  _globals['_DECODECHUNK']._serialized_end=1042
+  _globals['_DECODEFINISHED']._serialized_start=1045
+  _globals['_DECODEFINISHED']._serialized_end=1222
+  _globals['_DECODEBEAMS']._serialized_start=1224
+  _globals['_DECODEBEAMS']._serialized_end=1312
+  _globals['_DECODEBEAM']._serialized_start=1315
+  _globals['_DECODEBEAM']._serialized_end=1519
+  _globals['_GETDECODESTATUSREQUEST']._serialized_start=1521
+  _globals['_GETDECODESTATUSREQUEST']._serialized_end=1545
+  _globals['_GETDECODESTATUSRESPONSE']._serialized_start=1547
+  _globals['_GETDECODESTATUSRESPONSE']._serialized_end=1610
+  _globals['_DECODESERVICE']._serialized_start=1613
+  _globals['_DECODESERVICE']._serialized_end=1783
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,7 @@ class DecodeRequest(_message.Message):
     END_SECONDS_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     """Tenant of the caller; isolates caches. Empty: the default tenant."""
@@ -74,6 +75,8 @@ class DecodeRequest(_message.Message):
     """Which of the choices of one call it is, over all prompts. Only the text of choice 0 is given to the lookahead
     service, because a call counts as one request there.
     """
+    cache_salt: _builtins.str
+    """Separates the KV caches of requests beside the tenant; empty: requests of the tenant share them."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -109,10 +112,11 @@ class DecodeRequest(_message.Message):
         end_seconds: _builtins.float | None = ...,
         expected_tokens: _builtins.int = ...,
         choice: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "_end_seconds", b"_end_seconds", "due_seconds", b"due_seconds", "end_seconds", b"end_seconds", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "_end_seconds", b"_end_seconds", "choice", b"choice", "crashes", b"crashes", "decode_retries", b"decode_retries", "due_seconds", b"due_seconds", "end_seconds", b"end_seconds", "expected_tokens", b"expected_tokens", "kv_source", b"kv_source", "one_token_chunks", b"one_token_chunks", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "token_seconds", b"token_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "_end_seconds", b"_end_seconds", "cache_salt", b"cache_salt", "choice", b"choice", "crashes", b"crashes", "decode_retries", b"decode_retries", "due_seconds", b"due_seconds", "end_seconds", b"end_seconds", "expected_tokens", b"expected_tokens", "kv_source", b"kv_source", "one_token_chunks", b"one_token_chunks", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "token_seconds", b"token_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__due_seconds: _TypeAlias = _typing.Literal["due_seconds"]  # noqa: Y015
     _WhichOneofArgType__due_seconds: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds"]  # noqa: Y015

@@ -71,7 +71,7 @@ class Tool(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """1 to 64 letters, digits, _ and -."""
+    """1 to 128 letters, digits, _ and -."""
     description: _builtins.str
     parameters: _builtins.str
     """JSON schema of the arguments, an object; empty: the function has none."""
@@ -169,6 +169,7 @@ class ChatRequest(_message.Message):
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served."""
     slo_class: _builtins.str
@@ -200,6 +201,8 @@ class ChatRequest(_message.Message):
     of all choices, each with its number, and ends with the last one's end. With beam search choice i is the text with the
     i-th best score; at most as many as it is wide.
     """
+    cache_salt: _builtins.str
+    """Only requests of the tenant with the same salt share cached prefixes; at most 128 bytes; empty: without a salt."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -233,10 +236,11 @@ class ChatRequest(_message.Message):
         template_arguments: _builtins.str = ...,
         continue_final_message: _builtins.bool = ...,
         n: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "messages", b"messages", "model", b"model", "n", b"n", "request_id", b"request_id", "required_tool", b"required_tool", "sampling", b"sampling", "single_tool_call", b"single_tool_call", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "continue_final_message", b"continue_final_message", "idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "messages", b"messages", "model", b"model", "n", b"n", "request_id", b"request_id", "required_tool", b"required_tool", "sampling", b"sampling", "single_tool_call", b"single_tool_call", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -283,6 +287,7 @@ class GenerateRequest(_message.Message):
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
@@ -295,6 +300,8 @@ class GenerateRequest(_message.Message):
     idempotency_key: _builtins.str
     """As in ChatRequest."""
     n: _builtins.int
+    """As in ChatRequest."""
+    cache_salt: _builtins.str
     """As in ChatRequest."""
     echo: _builtins.bool
     """The prompt's text comes before the text of each choice. sampling.max_tokens may then be 0: only the prompt's text and
@@ -322,11 +329,12 @@ class GenerateRequest(_message.Message):
         idempotency_key: _builtins.str = ...,
         slo: _common_pb2.SloTarget | None = ...,
         n: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
         echo: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "slo", b"slo", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "echo", b"echo", "idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -85,9 +85,12 @@ class PrefillRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DUE_SECONDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     due_seconds: _builtins.float
+    """As in DecodeRequest."""
+    cache_salt: _builtins.str
     """As in DecodeRequest."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -111,10 +114,11 @@ class PrefillRequest(_message.Message):
         ticket: Global___KvTicket | None = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         due_seconds: _builtins.float | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "due_seconds", b"due_seconds", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "due_seconds", b"due_seconds", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "cache_salt", b"cache_salt", "due_seconds", b"due_seconds", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__due_seconds: _TypeAlias = _typing.Literal["due_seconds"]  # noqa: Y015
     _WhichOneofArgType__due_seconds: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds"]  # noqa: Y015

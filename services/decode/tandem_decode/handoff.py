@@ -222,6 +222,7 @@ class Handoff:
             prefill_pb2.PrefillRequest(
                 request_id=message.request_id,
                 tenant=message.tenant,
+                cache_salt=message.cache_salt,
                 prompt_token_ids=message.prompt_token_ids,
                 output_token_ids=message.output_token_ids,
                 due_seconds=request.due - time.monotonic(),

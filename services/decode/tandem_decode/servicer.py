@@ -391,7 +391,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             request_id=f"{message.request_id}#{secrets.token_hex(8)}",
             prompt_token_ids=list(message.prompt_token_ids),
             sampling=sampling,
-            cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
+            cache_salt=cache_salt(message.tenant, self._parts.manifest.revision, salt=message.cache_salt),
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
             speculation=SpeculationMode.parse(message.speculation),

@@ -30,6 +30,7 @@ from tandem_gateway.errors import ContextLengthError
 USUAL_TOKENS = 512
 #: Choices of one prompt.
 MAX_CHOICES = 32
+MAX_CACHE_SALT_BYTES = 128
 NS_PER_S = 1_000_000_000
 
 Event = decode_pb2.DecodeChunk | decode_pb2.DecodeFinished
@@ -61,6 +62,8 @@ class ReceivedRequest:
     truncate_to: int | None = None
     #: Whether a plain text gets the model's special tokens around it.
     add_special_tokens: bool = True
+    #: Only requests of the tenant with the same salt share cached prefixes.
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class TokenizedRequest:
     is_late: bool = False
     #: Seconds from arrival until the first token is due; None: by its objectives.
     due_s: float | None = None
+    cache_salt: str = ""
     #: How a chat's text is parsed; None: everything is content.
     form: answers_pb2.AnswerForm | None = field(default=None, compare=False)
     _block_hashes: dict[int, list[ChainHash]] = field(default_factory=dict, compare=False, repr=False)
@@ -139,7 +143,7 @@ class TokenizedRequest:
     def block_hashes(self, block_size: int) -> list[ChainHash]:
         """Hashes of the prompt's full blocks; none if `block_size` is 0."""
         if block_size not in self._block_hashes:
-            salt = cache_salt(self.tenant, model_revision="")
+            salt = cache_salt(self.tenant, model_revision="", salt=self.cache_salt)
             hashes = hash_prefixes(salt, self.prompt_token_ids, block_size) if block_size else []
             self._block_hashes[block_size] = hashes
         return self._block_hashes[block_size]
@@ -167,6 +171,14 @@ def check_request_id(request_id: str) -> None:
     if request_id and request_id_or_new(request_id) != request_id:
         raise InvalidRequestError(
             "request_id", "must be 1 to 128 letters, digits and . _ : / -; or leave it out"
+        )
+
+
+def check_cache_salt(salt: str) -> None:
+    """Raises InvalidRequestError."""
+    if len(salt.encode()) > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequestError(
+            "cache_salt", f"has more than {MAX_CACHE_SALT_BYTES} bytes; send a shorter one, such as a digest"
         )
 
 

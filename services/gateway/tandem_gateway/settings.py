@@ -38,6 +38,17 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 #: A field of several host names.
 Hosts = Annotated[Entries, AfterValidator(_check_hosts)]
+
+
+def _check_aliases(aliases: tuple[str, ...]) -> tuple[str, ...]:
+    """ValueError for a name that no request has, or one with a character class."""
+    for alias in aliases:
+        if not _ALIAS.fullmatch(alias):
+            raise ValueError(f"{alias!r} is no name of a model; use letters, digits and . _ : / @ + - *")
+    return aliases
+
+
+_ALIAS = re.compile(r"[A-Za-z0-9._:/@+*-]{1,128}")
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
 #: A field of several origins.
 Origins = Annotated[Entries, AfterValidator(_check_origins)]
@@ -110,6 +121,10 @@ class GatewaySettings(RedisSettings):
     running answers continue; 0: any age"""
     read_timeout_s: Annotated[float, Field(gt=0)] = 20.0
     """longest time in which a request must have arrived: HTTP headers, HTTP body, gRPC message, each"""
+    model_alias: Annotated[Entries, AfterValidator(_check_aliases)] = ()
+    """other names of the model in requests, NAME[,NAME...]; * stands for any letters: claude-*,gpt-5*"""
+    strict_fields: bool = False
+    """refuse fields of a request that have no effect here; unset: the header x-tandem-ignored names them"""
     tool_format: FormatSetting = FormatSetting.AUTO
     """form of the model's tool calls; auto: as its chat template shows"""
     split_reasoning: bool = True

@@ -212,7 +212,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 sampling, max_tokens=num_output, min_tokens=min(sampling.min_tokens, num_output), stop=()
             ),
             output_token_ids=list(message.output_token_ids),
-            cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
+            cache_salt=cache_salt(message.tenant, self._parts.manifest.revision, salt=message.cache_salt),
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
             guide=self._parts.guide_state(sampling.guide),

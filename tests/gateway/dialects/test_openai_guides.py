@@ -17,6 +17,7 @@ from openai.lib._pydantic import to_strict_json_schema
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide, GuideKind
 from tandem_core.model.guides import check_guide
+from tandem_gateway.dialects.fields import Ignored
 from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_json
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {}}}
@@ -27,7 +28,7 @@ GBNF = 'root ::= "yes" | other\nother ::= [a-z]+'
 
 def parsed(**fields: Any) -> Any:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    return parse_json(ChatBody, json.dumps(body).encode()).checked().given_sampling()
+    return parse_json(ChatBody, json.dumps(body).encode()).checked(Ignored()).given_sampling()
 
 
 @pytest.mark.parametrize(
@@ -83,14 +84,14 @@ def test_llama_cpp_s_grammars_become_lark() -> None:
 
 
 def test_completions_accept_guides() -> None:
-    body = parse_json(CompletionBody, b'{"prompt": "x", "guided_regex": "[0-9]"}').checked()
+    body = parse_json(CompletionBody, b'{"prompt": "x", "guided_regex": "[0-9]"}').checked(Ignored())
     assert body.given_sampling()["guide"] == Guide(GuideKind.REGEX, "[0-9]")
 
 
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "guide: 2 of"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice: 2 of"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "send one"),
         ({"response_format": {"type": "json_schema"}}, "schema: is missing"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "schema: is missing"),

@@ -5,6 +5,7 @@ import json
 import openai
 import pytest
 from tandem_proto.v1 import common_pb2
+from tool_models import make_tool_folder
 
 ITEMS = [
     {"role": "developer", "content": "Go."},
@@ -121,15 +122,9 @@ BAD_TOOL = {"type": "function", "name": "f", "parameters": {"type": "objekt"}}
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "a", "background": True}, "background"),
-        ({"input": "a", "messages": []}, None),
         ({"input": "a", "max_tokens": 3}, "max_tokens"),
-        ({"input": "a", "max_outputtokens": 3}, "max_outputtokens"),
         ({"input": "a", "temperature": 9}, "temperature"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"input": "a", "include": ["file_search_call.results"]}, "include"),
         ({"input": "a", "top_logprobs": 2}, "top_logprobs"),
-        ({"input": "a", "text": {"verbosity": "high"}}, "text.verbosity"),
-        ({"input": "a", "reasoning": {"effort": "high"}}, "reasoning"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "word " * 5000}, "input"),
         (
@@ -192,3 +187,137 @@ async def _frames(answer):
     for block in text.strip().split("\n\n"):
         frame = dict(line.split(": ", 1) for line in block.splitlines())
         yield {**frame, "data": json.loads(frame["data"])}
+
+
+PATCH = {
+    "type": "custom", "name": "apply_patch", "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: begin_patch"},
+}  # fmt: skip
+#: As the Codex CLI sends it.
+CODEX = {
+    "model": "gpt-5-codex",
+    "instructions": "You are Codex.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List the files."}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "I list them."}],
+         "content": None, "encrypted_content": "x"},
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "shell",
+         "arguments": '{"command": ["ls"]}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "a.py"},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "*** Begin Patch"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "Done."},
+        {"type": "local_shell_call", "id": "l1", "call_id": "c3", "status": "completed",
+         "action": {"type": "exec", "command": ["pwd"], "env": {}}},
+        {"type": "local_shell_call_output", "id": "c3", "output": "/src"},
+        {"type": "web_search_call", "id": "w1", "status": "completed",
+         "action": {"type": "search", "query": "q"}},
+        {"type": "message", "role": "assistant", "id": "m1", "status": "completed",
+         "content": [{"type": "output_text", "text": "There is one.", "annotations": []}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"type": "additional_tools", "role": "developer", "tools": [
+            {"type": "function", "name": "later", "parameters": None, "strict": False}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go on."}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "shell", "description": "Runs a command.", "strict": False,
+         "parameters": {"type": "object", "properties": {"command": {"type": "array", "items": {
+             "type": "string"}}}, "required": ["command"], "additionalProperties": False}},
+        PATCH, {"type": "web_search", "external_web_access": False}, {"type": "local_shell"},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "1-2-3",
+    "text": {"verbosity": "medium"},
+    "client_metadata": {"a": "b"},
+}  # fmt: skip
+
+
+async def test_codexs_request_is_answered_under_its_models_name(pods, gateway, tmp_path):
+    model = make_tool_folder(tmp_path, "qwen2.5")
+    front = await gateway(await pods(), model=model, model_alias=("gpt-5*", "other"))
+    answer = await front.http.post("/v1/responses", json=CODEX)
+    assert answer.status_code == 200, answer.text
+    last = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))["response"]
+    assert (last["model"], last["status"]) == ("gpt-5-codex", "completed")
+    for name in ("instructions", "tools", "tool_choice", "parallel_tool_calls"):
+        assert last[name] == CODEX[name]
+    assert sorted(answer.headers["x-tandem-ignored"].split(", ")) == [
+        "client_metadata", "input[].web_search_call", "reasoning", "text.verbosity", "tools[].local_shell",
+        "tools[].web_search",
+    ]  # fmt: skip
+
+
+async def test_items_of_a_turn_become_one_message(pods, gateway, tmp_path):
+    front = await gateway(await pods(), model=make_tool_folder(tmp_path, "qwen3"))
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "I think."}]},
+        {"type": "message", "role": "assistant", "content": "b"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "p", "input": 'say "x"'},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "r"},
+        {"type": "reasoning", "summary": []},
+    ]
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "p", "arguments": '{"input": "say \\"x\\""}'},
+    }
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "reasoning_content": "I think.", "content": "b", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "r"},
+    ]
+    response = await front.openai.responses.create(model="tiny-chat", input=items)
+    counted = (await front.http.post("/tokenize", json={"messages": turns})).json()["count"]
+    assert response.usage.input_tokens == counted
+
+
+async def test_a_call_of_a_custom_tool_has_its_text(pods, gateway, tmp_path):
+    text = '*** Begin "Patch"\n+é'
+    call = json.dumps({"name": "apply_patch", "arguments": {"input": text}})
+    words = ("<tool_call>\n", call[:40], call[40:], "\n</tool_call>")
+    front = await gateway(await pods(words=words), model=make_tool_folder(tmp_path, "qwen2.5"))
+    asked = {"model": "tiny-chat", "input": "Edit.", "tools": [PATCH]}
+    (item,) = (await front.openai.responses.create(**asked)).output
+    assert (item.type, item.name, item.input) == ("custom_tool_call", "apply_patch", text)
+    stream = await front.openai.responses.create(**asked, stream=True)
+    events = {event.type: event async for event in stream}
+    assert events["response.custom_tool_call_input.delta"].delta == text
+    assert events["response.custom_tool_call_input.done"].input == text
+    assert events["response.completed"].response.output[0].input == text
+    required = {**asked, "tool_choice": {"type": "custom", "name": "apply_patch"}}
+    assert (await front.openai.responses.create(**required)).output[0].input == text
+
+
+async def test_a_response_shows_fields_of_the_request(front):
+    given = {
+        "instructions": "Be brief.", "metadata": {"a": "b"}, "tool_choice": "none",
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}],
+    }  # fmt: skip
+    whole = await front.openai.responses.create(model="tiny-chat", input="hi", **given)
+    stream = await front.openai.responses.create(model="tiny-chat", input="hi", stream=True, **given)
+    first = (await anext(aiter(stream))).response
+    for response in (whole, first):
+        shown = response.model_dump(exclude_unset=True)
+        assert {name: shown[name] for name in given} == given
+    long = {"instructions": "a", "metadata": {"a": "b" * 70_000}}
+    assert (await front.http.post("/v1/responses", json={"input": "a", **long})).json()["metadata"] == {}
+
+
+async def test_allowed_tools_are_the_ones_that_are_offered(pods, gateway, tmp_path):
+    front = await gateway(await pods(), model=make_tool_folder(tmp_path, "qwen2.5"))
+    tools = [
+        {"type": "function", "name": name, "parameters": {"type": "object"}, "strict": False}
+        for name in "fgh"
+    ]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}
+    allowed, one = [
+        await front.openai.responses.create(model="tiny-chat", input="hi", **given)
+        for given in ({"tools": tools, "tool_choice": choice}, {"tools": tools[1:2]})
+    ]
+    assert allowed.usage.input_tokens == one.usage.input_tokens

@@ -33,7 +33,7 @@ async def test_chat_streams_the_text_and_ends_with_a_receipt(pods, gateway):
     text, end = await _collect(call)
     assert text == "Hello there!"
     assert end.reason == common_pb2.FINISH_REASON_STOP
-    assert end.stop_reason == "<|im_end|>"
+    assert end.stop_reason == ""
     receipt = end.receipt
     assert receipt.request_id == "r-1"
     assert receipt.decode_pod == "d-0"

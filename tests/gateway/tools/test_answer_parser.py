@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser
 from tandem_gateway.tools.formats import MAX_HELD_CHARS
-from tandem_proto.v1 import answers_pb2
+from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2
+
+END = decode_pb2.DecodeFinished(reason=common_pb2.FINISH_REASON_STOP)
 
 
 @dataclass
@@ -40,8 +42,8 @@ def read(text: str, shape: answers_pb2.AnswerForm, cuts: list[int] | None = None
     places = [0, *sorted(cuts or []), len(text)]
     for begin, end in itertools.pairwise(places):
         seen.add(parser.push(text[begin:end]))
-    seen.add(parser.finish())
-    assert parser.has_calls == bool(seen.calls)
+    seen.add(parser.finish(END))
+    assert parser.ends_with_calls == bool(seen.calls)
     return seen
 
 

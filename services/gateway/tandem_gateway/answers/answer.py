@@ -167,6 +167,7 @@ class Answer:
             TokenizedRequest(
                 request_id=self.record.request.request_id,
                 tenant=request.tenant,
+                cache_salt=request.cache_salt,
                 prompt_token_ids=tuple(request.prompt_token_ids),
                 sampling=SamplingParams(**given_sampling(request.sampling)),
                 slo=slo,

@@ -39,7 +39,7 @@ _PREFIX = "tandem:answer:"
 _GATEWAY_PREFIX = "tandem:gateway:"
 #: Increase it with every field of AnswerRecord that changes an answer: a gateway of an earlier version would
 #: ignore the field and continue with another text.
-FORMAT = 2
+FORMAT = 3
 #: A gateway whose lease expires is considered dead.
 LEASE_MS = 1000
 _HEARTBEAT_S = 0.3

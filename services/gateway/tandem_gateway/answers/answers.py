@@ -422,6 +422,7 @@ def _record_of(request: TokenizedRequest) -> decode_pb2.DecodeRequest:
     return decode_pb2.DecodeRequest(
         request_id=request.request_id,
         tenant=request.tenant,
+        cache_salt=request.cache_salt,
         prompt_token_ids=request.prompt_token_ids,
         sampling=sampling_to_proto(request.sampling),
         speculation=request.speculation or "",

@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -266,9 +267,10 @@ class Gateway:
         return await self.tokenizing.run(caller, encode)
 
     def check_model(self, name: str) -> None:
-        """Raises UnknownModelError unless `name` is the served model or empty."""
+        """Raises UnknownModelError unless `name` is the served model, one of its aliases, or empty."""
         served = self.manifest.name
-        if name and name != served:
+        aliases = self.settings.model_alias
+        if name and name != served and not any(fnmatchcase(name, alias) for alias in aliases):
             raise UnknownModelError(
                 "model", f"{quoted(name)} is not served here; use {served!r} or leave it empty"
             )
@@ -303,6 +305,7 @@ class Gateway:
             deadline=received.arrived + timeout_s,
             speculation=SpeculationMode.parse(received.speculation),
             limits=self.settings.tenant_limits(received.caller),
+            cache_salt=received.cache_salt,
         )
         trace = current()
         if trace.is_recording:

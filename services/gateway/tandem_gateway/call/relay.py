@@ -312,6 +312,7 @@ class Relay:
             decode_pb2.DecodeRequest(
                 request_id=request.request_id,
                 tenant=request.tenant,
+                cache_salt=request.cache_salt,
                 prompt_token_ids=request.prompt_token_ids,
                 sampling=sampling_to_proto(request.sampling),
                 prefill_targets=[prefill.target for prefill in route.prefill],

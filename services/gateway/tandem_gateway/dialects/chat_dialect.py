@@ -9,8 +9,9 @@ from typing import Any, ClassVar, cast
 
 from pydantic import ConfigDict, JsonValue
 from tandem_core.errors import InvalidRequestError, quoted
-from tandem_proto.v1 import decode_pb2
+from tandem_proto.v1 import answers_pb2, decode_pb2
 
+from tandem_gateway.dialects.fields import FieldTable, Ignored
 from tandem_gateway.dialects.json_body import JsonBody
 from tandem_gateway.dialects.openai_models import ChatBody
 from tandem_gateway.dialects.openai_render import ChatRenderer, Json
@@ -29,36 +30,31 @@ class ChatDialectBody(JsonBody):
 
     #: How errors name fields of a chat, by patterns of their beginnings.
     field_names: ClassVar[Mapping[str, str]]
-    #: Fields without support, each with the values that have no effect.
-    unserved: ClassVar[Mapping[str, Sequence[JsonValue]]]
-    #: Fields of a chat that have another name in this API.
-    renamed: ClassVar[Mapping[str, str]]
-    #: Why `unserved` fields are refused.
-    reason: ClassVar[str] = "is not supported here"
+    #: The fields that are not declared here, apart from those of a chat.
+    field_table: ClassVar[FieldTable]
 
     model: str | None = None
     stream: bool | None = None
 
-    def checked(self) -> ChatBody:
-        """Raises InvalidRequestError naming the field as this API calls it."""
-        extra: dict[str, Any] = dict(self.model_extra or {})
-        for name, off in self.unserved.items():
-            value = extra.pop(name, None)
-            if value is not None and value not in off:
-                raise UnsupportedFieldError(name, f"{self.reason}; leave it out")
-        for name, other in self.renamed.items():
-            if extra.get(name) is not None:
-                raise UnsupportedFieldError(name, f"is not a field of this API; use {other}")
+    def checked(self, ignored: Ignored) -> ChatBody:
+        """Raises InvalidRequestError naming the field as this API calls it. Adds names of ignored ones."""
         own = {
             "model": self.model,
             "stream": self.stream,
             "stream_options": {"include_usage": True} if self.stream else None,
         }
-        return ChatBody.of({**extra, **own, **self._chat_fields()})
+        given, table = self.model_extra or {}, self.field_table
+        table.check(given)
+        extra = {name: value for name, value in given.items() if name not in table}
+        return ChatBody.of({**extra, **own, **self._chat_fields(ignored)}, ignored)
 
     @abstractmethod
-    def _chat_fields(self) -> Mapping[str, Any]:
+    def _chat_fields(self, ignored: Ignored) -> Mapping[str, Any]:
         """The fields of this API as those of a chat; None: not given."""
+
+    def shown(self) -> answers_pb2.ShownAs:
+        """What the answer shows of the request."""
+        return answers_pb2.ShownAs()
 
 
 def text_of(where: str, content: JsonValue, kinds: Collection[str] = ("text",)) -> str:
@@ -71,7 +67,8 @@ def text_of(where: str, content: JsonValue, kinds: Collection[str] = ("text",)) 
 
 
 def part_text(where: str, part: JsonValue, kinds: Collection[str] = ("text",)) -> str:
-    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
     if kind not in kinds or not isinstance(text, str):
         raise UnsupportedFieldError(where, f"is a part of type {quoted(str(kind))}; only text is supported")
     return text

@@ -17,9 +17,29 @@ from tandem_proto.v1 import answers_pb2
 
 from tandem_gateway.dialects.chat_dialect import Rendered, TypedEventsRenderer
 from tandem_gateway.dialects.openai_render import Json, error_json
+from tandem_gateway.errors import presentation
 from tandem_gateway.request import Event
 
+#: Anthropic's types of errors by HTTP status; other statuses are invalid requests, or errors of the server.
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def anthropic_error(body: Json, http_status: int, request_id: str = "") -> Rendered:
+    """OpenAI's error object as Anthropic's; `param` and `code` stay."""
+    kind = "api_error" if http_status >= 500 else "invalid_request_error"
+    error = {**cast(Rendered, body["error"]), "type": _ERROR_TYPES.get(http_status, kind)}
+    if error["param"] == "thread":  # Anthropic's tool_runner then sends the request again without it
+        error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": error, **({"request_id": request_id} if request_id else {})}
 
 
 class MessagesRenderer(TypedEventsRenderer):
@@ -31,6 +51,7 @@ class MessagesRenderer(TypedEventsRenderer):
     ) -> None:
         super().__init__(record, model, token_bytes)
         self._num_prompt = len(record.request.prompt_token_ids)
+        self._shows_reasoning = record.shown.reasoning
         #: Kind of the open block, and number of blocks including it.
         self._open, self._num_blocks = "", 0
         self._ending: Rendered = {}
@@ -46,6 +67,8 @@ class MessagesRenderer(TypedEventsRenderer):
         choice = chat["choices"][0]
         message = choice["message"]
         content: list[Rendered] = []
+        if self._shows_reasoning and (thinking := message.get("reasoning_content")):
+            content.append({"type": "thinking", "thinking": thinking, "signature": ""})
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls") or ():
@@ -57,15 +80,18 @@ class MessagesRenderer(TypedEventsRenderer):
         return self.encode({"events": [{"type": "ping"}]})
 
     def encode_error(self, error: TandemError) -> bytes:
-        return self.encode({"events": [{"type": "error", **error_json(error)}]})
+        return self.encode({"events": [anthropic_error(error_json(error), presentation(error).http_status)]})
 
     def _start(self) -> list[Rendered]:
         usage = {"input_tokens": self._num_prompt, "output_tokens": 0}
         return [{"type": "message_start", "message": self._message([], {}, usage)}]
 
     def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[Rendered]:
-        if kind == "reasoning" or not text:
+        if not text or (kind == "reasoning" and not self._shows_reasoning):
             return []
+        if kind == "reasoning":
+            events = self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            return [*events, self._delta_event({"type": "thinking_delta", "thinking": text})]
         events = self._block("text", {"type": "text", "text": ""})
         return [*events, self._delta_event({"type": "text_delta", "text": text})]
 

@@ -1,7 +1,7 @@
 """Guided decoding in the fields of OpenAI's and vLLM's clients.
 
-response_format      {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": ...}}; the
-                     schema is always enforced, whatever `strict` says
+response_format      {"type": "json_object"}, with a "schema" too, or {"type": "json_schema", "json_schema":
+                     {"schema": ...}}; the schema is always enforced, whatever `strict` says
 structured_outputs   vLLM's: one of json, regex, choice, grammar, json_object
 guided_json, ...     vLLM's older names for it
 """
@@ -16,7 +16,7 @@ from pydantic import ConfigDict
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.guide import Guide, GuideKind
 
-from tandem_gateway.dialects.json_body import JsonBody
+from tandem_gateway.dialects.openai_messages import Body
 from tandem_gateway.errors import UnsupportedFieldError
 
 _OBJECT = '{"type": "object"}'
@@ -24,11 +24,7 @@ _OBJECT = '{"type": "object"}'
 MAX_GBNF_BYTES = 4096
 
 
-class _Strict(JsonBody):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class JsonSchemaFormat(_Strict):
+class JsonSchemaFormat(Body):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = None
@@ -37,9 +33,13 @@ class JsonSchemaFormat(_Strict):
     model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Body):
     type: str
     json_schema: JsonSchemaFormat | None = None
+    #: Of "json_object", as llama.cpp and others take it.
+    schema_: dict[str, Any] | bool | None = None
+
+    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
 
     def guide(self) -> Guide | None:
         """Raises InvalidRequestError."""
@@ -49,6 +49,8 @@ class ResponseFormat(_Strict):
             )
         if self.type == "text":
             return None
+        if self.type == "json_object" and self.schema_ is not None:
+            return _of_schema(self.schema_, "response_format.schema")
         if self.type == "json_object":
             return Guide(GuideKind.JSON_SCHEMA, _OBJECT, "response_format")
         if self.type != "json_schema":
@@ -60,7 +62,7 @@ class ResponseFormat(_Strict):
         return _of_schema(self.json_schema.schema_, "response_format.json_schema.schema")
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Body):
     """vLLM's field; at most one of these is given."""
 
     json_: dict[str, Any] | str | None = None
@@ -91,6 +93,11 @@ class StructuredOutputs(_Strict):
             None if self.grammar is None else _of_grammar(self.grammar, f"{prefix}grammar"),
             Guide(GuideKind.JSON_SCHEMA, _OBJECT, f"{prefix}json_object") if self.json_object else None,
         ]
+        if self.model_extra and not any(guides):
+            raise UnsupportedFieldError(
+                f"structured_outputs.{next(iter(self.model_extra))}",
+                "is no guide; use json, regex, choice, grammar or json_object",
+            )
         return only_guide(guides)
 
 
@@ -99,7 +106,7 @@ def only_guide(guides: list[Guide | None]) -> Guide | None:
     given = [guide for guide in guides if guide is not None]
     if len(given) > 1:
         raise InvalidRequestError(
-            "guide",
+            given[1].field,
             f"{len(given)} of response_format, structured_outputs, guided_* and strict tools guide the text; "
             "send one",
         )

@@ -1,15 +1,13 @@
 """Parses OpenAI request bodies; names each field that it refuses.
 
-    bytes -> UTF-8? -> JSON of the right types? -> no unsupported field? -> ChatBody / CompletionBody
+    bytes -> UTF-8? -> JSON of the right types? -> no refused field? -> ChatBody / CompletionBody
 
-An unsupported field of OpenAI's API or of vLLM's is refused, unless its value means "off" (null, false, 0,
-"", [], {}, "none") or has no effect (`tool_choice: "auto"`). An unknown field is refused too, because it may
-be a misspelling such as `max_token`. docs/parameters.md lists the fields.
+fields.py has the fields that are refused, or without an effect. docs/parameters.md lists the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_type_hints
 
@@ -21,51 +19,20 @@ from tandem_core.model.conversation import ChatOptions, Message, Turn
 from tandem_core.sampling import SamplingParams
 from tandem_proto.v1 import answers_pb2
 
+from tandem_gateway.dialects.fields import CHAT, COMPLETION, FieldTable, Ignored, shown
 from tandem_gateway.dialects.openai_guides import ResponseFormat, StructuredOutputs, only_guide
 from tandem_gateway.dialects.openai_messages import Body, ChatTurn, to_messages, to_tool_choice
+from tandem_gateway.dialects.reasoning_hints import reasoning_arguments
 from tandem_gateway.errors import UnsupportedFieldError
-from tandem_gateway.request import MAX_CHOICES, check_call, check_request_id
+from tandem_gateway.request import MAX_CHOICES, check_cache_salt, check_call, check_request_id
 from tandem_gateway.tools.choice import ToolChoice, check_levels
 
-#: Fields of the API without an effect on the answer. `spaces_between_special_tokens` has no effect in vLLM
-#: either with these tokenizers.
-_IGNORED = frozenset(
-    {"user", "store", "metadata", "service_tier"}
-    | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "include_reasoning"}
-    | {"spaces_between_special_tokens"}
-)
-#: Unsupported fields of OpenAI's API and of vLLM's. Values that have no effect are accepted, in addition to
-#: those that mean "off".
-_UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "echo": (),
-        "suffix": (),
-        "modalities": (["text"],),
-        "truncation_side": ("left",),
-        "documents": (),
-        "chat_template": (),
-        "prompt_embeds": (),
-        "mm_processor_kwargs": (),
-        "media_io_kwargs": (),
-        "cache_salt": (),
-        "kv_transfer_params": (),
-        "vllm_xargs": (),
-        "logprob_token_ids": (),
-        "repetition_detection": (),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-        "reasoning_effort": (),
-        "verbosity": (),
-    }
-)
 #: Choices, or beams, of all prompts of a call.
 MAX_SEQUENCES = 128
 #: By the names in transformers.
 _EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = MappingProxyType(
     {False: EarlyStopping.HEURISTIC, True: EarlyStopping.WHEN_FULL, "never": EarlyStopping.NEVER}
 )
-_OFF: tuple[object, ...] = (None, False, "", "none", [], {})
 #: Digits of 2^32 - 1.
 _MAX_TOKEN_ID_DIGITS = 10
 #: OpenAI's default of max_tokens in completions; a chat's answer may be as long as the context allows.
@@ -118,7 +85,7 @@ class _CommonBody(_SamplingBody):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     request_id: str | None = None
-    priority: int | None = None
+    cache_salt: str | None = None
     slo_class: str | None = None
     speculation: str | None = None
     response_format: ResponseFormat | None = None
@@ -131,28 +98,21 @@ class _CommonBody(_SamplingBody):
     #: How errors name the fields of this API, by patterns of their beginnings, where they differ.
     field_names: ClassVar[Mapping[str, str]] = {}
 
-    def checked(self) -> Self:
-        """Raises InvalidRequestError for values that do not go together, and UnsupportedFieldError for an
-        untyped field that would have an effect."""
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in _IGNORED or (name in _UNSERVED and value in _OFF):
-                continue
-            if name not in _UNSERVED:
-                raise UnsupportedFieldError(
-                    name, "is not a field of this API; remove it or check its spelling"
-                )
-            if value not in _UNSERVED[name]:
-                allowed = " or ".join(map(repr, _UNSERVED[name]))
-                hint = f"leave it out or send {allowed}" if allowed else "leave it out"
-                raise UnsupportedFieldError(name, f"{_shown(value)} is not supported here; {hint}")
+    #: The fields that are not declared here.
+    field_table: ClassVar[FieldTable]
+
+    def checked(self, ignored: Ignored) -> Self:
+        """Raises InvalidRequestError for values that do not go together, and UnsupportedFieldError for
+        refused fields. Adds the names of ignored ones."""
+        self.field_table.check(self.model_extra or {})
+        ignored.unknown("", self.model_extra, self.field_table)
+        ignored.within("", self)
         if self.shows_prompt_logprobs and self.stream:
             raise InvalidRequestError(
                 "prompt_logprobs", "cannot be streamed; send stream: false, or use gRPC"
             )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "is only allowed with stream: true")
-        if self.priority:
-            raise UnsupportedFieldError("priority", "is not supported here; name an slo_class instead")
         if self.best_of is not None and not 1 <= self.best_of <= MAX_CHOICES:
             raise InvalidRequestError("best_of", f"is {self.best_of}; it must be between 1 and {MAX_CHOICES}")
         if self.compares_choices and self.stream:
@@ -175,6 +135,7 @@ class _CommonBody(_SamplingBody):
                 "truncate_prompt_tokens", f"is {limit}; it must be at least 1, or -1 for as many as fit"
             )
         check_request_id(self.request_id or "")
+        check_cache_salt(self.cache_salt or "")
         return self
 
     @property
@@ -284,6 +245,8 @@ class _CommonBody(_SamplingBody):
 
 
 class ChatBody(_CommonBody):
+    field_table = CHAT
+
     messages: list[ChatTurn]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -296,6 +259,11 @@ class ChatBody(_CommonBody):
     chat_template_kwargs: dict[str, JsonValue] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    #: Hints about reasoning: OpenAI's, OpenRouter's, Anthropic's and DeepSeek's, Qwen's.
+    reasoning_effort: str | None = None
+    reasoning: JsonValue = None
+    thinking: JsonValue = None
+    enable_thinking: bool | None = None
 
     def given_sampling(self) -> dict[str, Any]:
         if self.top_logprobs and not self.logprobs:
@@ -309,12 +277,12 @@ class ChatBody(_CommonBody):
             given["max_tokens"] = self.max_completion_tokens
         return given
 
-    def checked(self) -> Self:
+    def checked(self, ignored: Ignored) -> Self:
         if self.add_special_tokens:
             raise UnsupportedFieldError(
                 "add_special_tokens", "is not supported in chats, whose template has them; leave it out"
             )
-        return super().checked()
+        return super().checked(ignored)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -327,29 +295,36 @@ class ChatBody(_CommonBody):
         return {name: sent[name] for name, value in names.items() if value is not None}
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
+    def of(cls, fields: Mapping[str, Any], ignored: Ignored) -> Self:
         """A checked chat. Raises InvalidRequestError."""
         try:
             body = cls.model_validate({name: value for name, value in fields.items() if value is not None})
         except ValidationError as error:
             raise _invalid_body(error) from error
-        return body.checked()
+        return body.checked(ignored)
 
     def chat_messages(self) -> tuple[Message, ...]:
         return to_messages(self.messages)
 
-    def chosen_tools(self) -> ToolChoice:
+    def chosen_tools(self, ignored: Ignored) -> ToolChoice:
         return to_tool_choice(
             self.tools,
             self.tool_choice,
+            ignored,
             is_parallel=self.parallel_tool_calls is not False,
             functions=self.functions,
             function_call=self.function_call,
         )
 
-    def chat_options(self) -> ChatOptions:
-        """The options apart from tools."""
-        arguments = self.chat_template_kwargs or {}
+    def chat_options(self, variables: Collection[str], ignored: Ignored) -> ChatOptions:
+        """The options apart from tools. `variables`: of the model's chat template."""
+        hints = {
+            "reasoning_effort": self.reasoning_effort,
+            "reasoning": self.reasoning,
+            "thinking": self.thinking,
+            "enable_thinking": self.enable_thinking,
+        }
+        arguments = {**reasoning_arguments(hints, variables, ignored), **(self.chat_template_kwargs or {})}
         check_levels("chat_template_kwargs", arguments)
         if not self.continue_final_message:
             turn: Turn = "none" if self.add_generation_prompt is False else "new"
@@ -363,6 +338,8 @@ class ChatBody(_CommonBody):
 
 
 class CompletionBody(_CommonBody):
+    field_table = COMPLETION
+
     prompt: str | list[int] | list[str | list[int]]
     logprobs: int | Literal[False] | None = None
     echo: bool | None = None
@@ -441,7 +418,7 @@ def _invalid_body(error: ValidationError) -> InvalidRequestError:
             field += f".{part}" if field else part
     if first["type"] == "missing":
         return InvalidRequestError(field, "is required; add it")
-    return InvalidRequestError(field or "body", f"is {_shown(first['input'])}: {first['msg']}")
+    return InvalidRequestError(field or "body", f"is {shown(first['input'])}: {first['msg']}")
 
 
 def _token_ids_as_keys(logit_bias: Mapping[str, float]) -> Mapping[int, float]:
@@ -451,8 +428,3 @@ def _token_ids_as_keys(logit_bias: Mapping[str, float]) -> Mapping[int, float]:
                 "logit_bias", f"key {key[:32]!r} is not a token id; use whole numbers below 2^32 as keys"
             )
     return MappingProxyType({int(key): bias for key, bias in logit_bias.items()})
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 64 else text[:61] + "..."

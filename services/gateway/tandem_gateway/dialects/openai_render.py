@@ -100,7 +100,7 @@ class Renderer(ABC):
         self._head: Json = {
             "id": self._id_prefix + record.request.request_id,
             "created": record.created_seconds,
-            "model": model,
+            "model": record.shown.model or model,
         }
         sampling = record.request.sampling
         self._shown_as = record.shown
@@ -179,7 +179,7 @@ class Renderer(ABC):
         self._begun.add(end.choice)
         choice = {
             "index": end.choice,
-            **self._delta(self._parsers[end.choice].finish(), is_first=is_first),
+            **self._delta(self._parsers[end.choice].finish(end), is_first=is_first),
             "logprobs": None,
             "finish_reason": self._finish_reason(end),
             "stop_reason": self._stop_reason(end),
@@ -230,9 +230,12 @@ class Renderer(ABC):
     def _whole_choice(self, index: int, choice: _Choice) -> Json:
         text = self._echoed_text(choice.number) + "".join(chunk.text for chunk in choice.chunks)
         parser = self._parsers[choice.number]
+        part = parser.push(text) + parser.finish(choice.end)
+        # A stream has shown the beginning of a call that a stop cuts; here it is left out.
+        part.calls = [call for call in part.calls if call.index != parser.cut_call]
         body: dict[str, JsonValue] = {
             "index": index,
-            **self._whole_part(parser.push(text) + parser.finish()),
+            **self._whole_part(part),
             "logprobs": self._logprobs(choice.number, choice.logprobs, is_first=True),
             "finish_reason": self._finish_reason(choice.end),
             "stop_reason": self._stop_reason(choice.end),
@@ -294,7 +297,7 @@ class Renderer(ABC):
 
     def _finish_reason(self, end: decode_pb2.DecodeFinished) -> str:
         """Call it after the choice's last part."""
-        if end.reason == common_pb2.FINISH_REASON_STOP and self._parsers[end.choice].has_calls:
+        if self._parsers[end.choice].ends_with_calls:
             return "function_call" if self._as_function_call else "tool_calls"
         return _FINISH_REASONS[end.reason]
 

@@ -3,31 +3,73 @@
     instructions, input items -> messages      text.format -> response_format
     max_output_tokens -> max_completion_tokens      tools, tool_choice -> those of a chat
 
-Nothing is stored here, so fields that refer to stored state are refused.
+A tool of type "custom" is offered as a function with one text, `input`; other tools that OpenAI runs are left
+out. Nothing is stored here, so fields and items that refer to stored state are refused.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, JsonValue
 from tandem_core.errors import InvalidRequestError, quoted
+from tandem_proto.v1 import answers_pb2
 
 from tandem_gateway.dialects.chat_dialect import ChatDialectBody, JsonObject, text_of
+from tandem_gateway.dialects.fields import RESPONSES, Ignored
 from tandem_gateway.dialects.json_body import JsonBody
+from tandem_gateway.dialects.openai_messages import CUSTOM_INPUT
 from tandem_gateway.errors import UnsupportedFieldError
 
 _LOGPROBS = "message.output_text.logprobs"
-#: Values of `include`: log probabilities, and one that no answer here has.
-_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
-_TEXT_PARTS = ("input_text", "output_text", "text")
+#: Values of `include`: log probabilities, and parts of items that no answer here has.
+_INCLUDED = (
+    _LOGPROBS,
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+#: Items of calls that the client executes, with the field that has the arguments, and of their outputs.
+_CALLS = {
+    "function_call": "arguments",
+    "custom_tool_call": "input",
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+}
+_OUTPUTS = tuple(f"{kind}_output" for kind in _CALLS)
+#: Items of tools that OpenAI runs, or about tools. Answers that they led to are messages of their own.
+_LEFT_OUT = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+    *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+    *("tool_search_call", "tool_search_output", "program", "program_output", "configuration_update"),
+)
+_ITEM_FIELDS = frozenset(
+    {"type", "role", "content", "id", "status", "phase", "call_id", "name", "namespace", "output", "summary"}
+    | {"encrypted_content", "tools", "caller", "execution", "max_output_length", "environment"}
+    | set(_CALLS.values())
+)
+_CUSTOM_PARAMETERS: JsonObject = {
+    "type": "object",
+    "properties": {CUSTOM_INPUT: {"type": "string"}},
+    "required": [CUSTOM_INPUT],
+    "additionalProperties": False,
+}
+#: The request's fields that the response shows, if they are not longer than this together, as JSON.
+_SHOWN_FIELDS = ("instructions", "metadata", "tools", "tool_choice", "parallel_tool_calls", "user")
+MAX_SHOWN_BYTES = 64 * 1024
 
 
 class _Text(JsonBody):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     format: JsonObject | None = None
-    verbosity: str | None = None
 
 
 class ResponsesBody(ChatDialectBody):
@@ -37,27 +79,7 @@ class ResponsesBody(ChatDialectBody):
         r"response_format(\.json_schema)?": "text.format",
         r"(tools\[\d+\])\.function": r"\1",
     }
-    #: They need stored responses, or tools that run at the server.
-    unserved: ClassVar = {
-        "background": (False,),
-        "conversation": (),
-        "max_tool_calls": (),
-        "previous_response_id": (),
-        "prompt": (),
-        "reasoning": ({}, {"effort": None, "summary": None}),
-        "truncation": ("disabled",),
-    }
-    renamed: ClassVar = {
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "max_completion_tokens": "max_output_tokens",
-        "response_format": "text.format",
-        "logprobs": f'include: ["{_LOGPROBS}"]',
-        "functions": "tools",
-        "function_call": "tool_choice",
-        "n": "one request for each",
-    }
-    reason: ClassVar = "is not supported here: no response is stored"
+    field_table = RESPONSES
 
     input: str | list[JsonObject]
     instructions: str | None = None
@@ -71,24 +93,44 @@ class ResponsesBody(ChatDialectBody):
     include: list[str] | None = None
     top_logprobs: int | None = None
 
-    def _chat_fields(self) -> dict[str, Any]:
-        if self.text is not None and self.text.verbosity not in (None, "medium"):
-            raise UnsupportedFieldError("text.verbosity", "is not supported here; leave it out")
-        wants_logprobs = self._wants_logprobs()
+    def _chat_fields(self, ignored: Ignored) -> dict[str, Any]:
+        if self.text is not None:
+            ignored.unknown("text", self.text.model_extra)
+        ignored.unknown("stream_options", self.stream_options, ("include_obfuscation", "include_usage"))
+        wants_logprobs = self._wants_logprobs(ignored)
         return {
-            "messages": self._messages(),
+            "messages": self._messages(ignored),
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._format(),
-            "tools": [_tool(index, tool) for index, tool in enumerate(self.tools or [])] or None,
-            "tool_choice": _tool_choice(self.tool_choice),
+            "tools": [_tool(tool) for tool in self._all_tools()] or None,
+            "tool_choice": self.tool_choice,
             "logprobs": wants_logprobs or None,
             "top_logprobs": self.top_logprobs if wants_logprobs else None,
         }
 
-    def _wants_logprobs(self) -> bool:
+    def shown(self) -> answers_pb2.ShownAs:
+        given = {**(self.model_extra or {}), "instructions": self.instructions, "tools": self.tools,
+                 "tool_choice": self.tool_choice}  # fmt: skip
+        given = {name: given[name] for name in _SHOWN_FIELDS if given.get(name) is not None}
+        text = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+        return answers_pb2.ShownAs(
+            response_fields=text if len(text.encode(errors="replace")) <= MAX_SHOWN_BYTES else "",
+            custom_tools=[
+                str(tool.get("name")) for tool in self._all_tools() if tool.get("type") == "custom"
+            ],
+        )
+
+    def _all_tools(self) -> list[JsonObject]:
+        """With those of items."""
+        items = self.input if isinstance(self.input, list) else []
+        added = [item.get("tools") for item in items if item.get("type") == "additional_tools"]
+        listed = [tool for tools in added if isinstance(tools, list) for tool in tools]
+        return [*(self.tools or []), *(tool for tool in listed if isinstance(tool, dict))]
+
+    def _wants_logprobs(self, ignored: Ignored) -> bool:
         for name in self.include or ():
             if name not in _INCLUDED:
-                raise UnsupportedFieldError("include", f"{quoted(name)} is not supported here; leave it out")
+                ignored.add(f"include.{name}")
         if self.top_logprobs and _LOGPROBS not in (self.include or ()):
             raise InvalidRequestError("top_logprobs", f'is only allowed with include: ["{_LOGPROBS}"]')
         return _LOGPROBS in (self.include or ())
@@ -100,7 +142,7 @@ class ResponsesBody(ChatDialectBody):
         schema = {name: value for name, value in wanted.items() if name != "type"}
         return {"type": "json_schema", "json_schema": schema}
 
-    def _messages(self) -> list[JsonObject]:
+    def _messages(self, ignored: Ignored) -> list[JsonObject]:
         messages: list[JsonObject] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -110,54 +152,80 @@ class ResponsesBody(ChatDialectBody):
         if not self.input:
             raise InvalidRequestError("input", "is empty; send a text or at least one item")
         for index, item in enumerate(self.input):
-            _add_item(messages, f"input[{index}]", item)
-        return messages
+            _add_item(messages, f"input[{index}]", item, ignored)
+        return [turn for turn in messages if turn["content"] is not None or "tool_calls" in turn]
 
 
-def _add_item(messages: list[JsonObject], where: str, item: JsonObject) -> None:
-    kind = item.get("type", "message")
+def _add_item(messages: list[JsonObject], where: str, item: JsonObject, ignored: Ignored) -> None:
+    kind = item.get("type") or "message"
+    if kind in _LEFT_OUT:
+        ignored.add(f"{where}.{kind}")
+        return
+    ignored.unknown(where, item, _ITEM_FIELDS)
     if kind == "message":
         role = item.get("role")
         if not isinstance(role, str):
             raise InvalidRequestError(
                 f"{where}.role", "is missing; send user, assistant, system or developer"
             )
-        messages.append(
-            {"role": role, "content": text_of(f"{where}.content", item.get("content"), _TEXT_PARTS)}
-        )
-    elif kind == "function_call":
-        call: JsonValue = {
-            "id": item.get("call_id"),
-            "type": "function",
-            "function": {"name": item.get("name"), "arguments": item.get("arguments")},
-        }
-        last = messages[-1] if messages else {}
-        calls = last.get("tool_calls")
-        if isinstance(calls, list):  # calls of one turn follow each other
-            calls.append(call)
-        elif last.get("role") == "assistant":
-            last["tool_calls"] = [call]
+        content = text_of(f"{where}.content", item.get("content"), _TEXT_PARTS)
+        if role == "assistant" and (turn := _open_turn(messages))["content"] is None:
+            turn["content"] = content
         else:
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-    elif kind == "function_call_output":
-        output = text_of(f"{where}.output", item.get("output"), _TEXT_PARTS)
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-    elif kind != "reasoning":  # earlier reasoning is not sent to the model again
+            messages.append({"role": role, "content": content})
+    elif kind in _CALLS:
+        given = item.get(_CALLS[kind])
+        name: JsonValue = kind.removesuffix("_call")
+        if kind == "function_call":
+            name = item.get("name")
+        elif kind == "custom_tool_call":
+            name, given = item.get("name"), json.dumps({CUSTOM_INPUT: given}, ensure_ascii=False)
+        else:
+            given = json.dumps(given, ensure_ascii=False)
+        for field, value in (("name", name), (_CALLS[kind], given)):
+            if not isinstance(value, str):
+                raise InvalidRequestError(f"{where}.{field}", "is missing; send a text")
+        calls = _open_turn(messages).setdefault("tool_calls", [])
+        assert isinstance(calls, list)
+        function: JsonValue = {"name": name, "arguments": given}
+        calls.append({"id": item.get("call_id"), "type": "function", "function": function})
+    elif kind in _OUTPUTS:
+        output = item.get("output")
+        if kind == "shell_call_output":
+            output = json.dumps(output, ensure_ascii=False)
+        content = text_of(f"{where}.output", "" if output is None else output, _TEXT_PARTS)
+        call_id = item.get("call_id") or item.get("id")
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    elif kind == "reasoning":
+        thought = text_of(f"{where}.content", item.get("content") or item.get("summary") or [], _TEXT_PARTS)
+        if thought:
+            messages.append({"role": "assistant", "content": None, "reasoning_content": thought})
+    elif kind != "additional_tools":
         raise UnsupportedFieldError(
             f"{where}.type",
-            f"is {quoted(str(kind))}; use message, function_call, function_call_output or reasoning",
+            f"is {quoted(str(kind))}; use message, reasoning, function_call, function_call_output, or the "
+            "same of custom tools and shells",
         )
 
 
-def _tool(index: int, tool: JsonObject) -> JsonObject:
-    if tool.get("type") != "function":
-        raise UnsupportedFieldError(
-            f"tools[{index}].type", f"is {quoted(str(tool.get('type')))}; only functions are supported here"
-        )
-    return {"type": "function", "function": {name: v for name, v in tool.items() if name != "type"}}
+def _open_turn(messages: list[JsonObject]) -> JsonObject:
+    """The last turn, if it is the assistant's, or a new one: reasoning, text and calls of a turn follow each
+    other."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
 
 
-def _tool_choice(choice: JsonValue) -> JsonValue:
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    return choice
+def _tool(tool: JsonObject) -> JsonObject:
+    """The tool as in a chat, which leaves out other tools than functions."""
+    kind = tool.get("type")
+    if kind == "custom":
+        texts = [tool.get("description")]
+        if isinstance(form := tool.get("format"), dict) and form.get("type") == "grammar":
+            texts.append(f"The input matches this {form.get('syntax')} grammar:\n{form.get('definition')}")
+        description = "\n\n".join(text for text in texts if isinstance(text, str))
+        function: JsonObject = {"name": tool.get("name"), "description": description or None}
+        return {"type": "function", "function": {**function, "parameters": _CUSTOM_PARAMETERS}}
+    if kind != "function":
+        return tool
+    return {"type": kind, "function": {name: value for name, value in tool.items() if name != "type"}}

@@ -5,6 +5,7 @@
                      a message: response.content_part.added, response.output_text.delta ..., .done,
                                 response.content_part.done
                      a tool call: response.function_call_arguments.delta ..., .done
+                     of a custom tool: response.custom_tool_call_input.delta, .done
                      response.output_item.done
     response.completed, or response.incomplete at the limit of tokens
 
@@ -13,6 +14,7 @@ A resumed stream also renders what the client has seen, and continues with the s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -21,6 +23,7 @@ from tandem_core.errors import TandemError
 from tandem_proto.v1 import answers_pb2
 
 from tandem_gateway.dialects.chat_dialect import Rendered, TypedEventsRenderer
+from tandem_gateway.dialects.openai_messages import CUSTOM_INPUT
 from tandem_gateway.dialects.openai_render import Json, JsonValue, error_json
 from tandem_gateway.request import Event
 
@@ -42,6 +45,11 @@ class _Item:
         return "".join(self.texts)
 
     def shown(self, status: str) -> Rendered:
+        if self.kind == "custom_tool_call":
+            return {
+                "type": "custom_tool_call", "id": self.id, "call_id": self.call_id, "name": self.name,
+                "input": self.custom_input, "status": status,
+            }  # fmt: skip
         if self.kind == "function_call":
             return {
                 "type": "function_call", "id": self.id, "call_id": self.call_id, "name": self.name,
@@ -54,6 +62,15 @@ class _Item:
             "type": "message", "id": self.id, "role": "assistant", "status": status, "content": content,
         }  # fmt: skip
 
+    @property
+    def custom_input(self) -> str:
+        """The one text among the arguments, or the arguments as the model wrote them."""
+        try:
+            text = json.loads(self.text)[CUSTOM_INPUT]
+        except (ValueError, RecursionError, LookupError, TypeError):  # incomplete, or not as the schema says
+            return self.text
+        return text if isinstance(text, str) else self.text
+
     def part(self) -> Rendered:
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
@@ -62,7 +79,8 @@ class _Item:
 
 #: Names of the events for text, by kind of item.
 _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
-_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+_CALLS = ("function_call", "custom_tool_call")
 
 
 class ResponsesRenderer(TypedEventsRenderer):
@@ -74,6 +92,8 @@ class ResponsesRenderer(TypedEventsRenderer):
     ) -> None:
         super().__init__(record, model, token_bytes)
         self._sampling = record.request.sampling
+        self._fields: Rendered = json.loads(record.shown.response_fields or "{}")
+        self._custom_tools = frozenset(record.shown.custom_tools)
         self._number = 0
         self._output: list[Rendered] = []
         self._open: _Item | None = None
@@ -128,12 +148,15 @@ class ResponsesRenderer(TypedEventsRenderer):
         function = call.get("function") or {}
         events: list[Rendered] = []
         if call.get("id"):
-            events += self._add("function_call", call["id"], function.get("name") or "")
+            name = function.get("name") or ""
+            kind = "custom_tool_call" if name in self._custom_tools else "function_call"
+            events += self._add(kind, call["id"], name)
         item = cast(_Item, self._open)
         if arguments := function.get("arguments"):
             item.texts.append(arguments)
-            name = "response.function_call_arguments.delta"
-            events.append(self._of_item(name, item, {"delta": arguments}))
+            if item.kind == "function_call":  # the input of a custom tool is shown when it is complete
+                name = "response.function_call_arguments.delta"
+                events.append(self._of_item(name, item, {"delta": arguments}))
         return events
 
     def _add(self, kind: str, call_id: str, name: str = "") -> list[Rendered]:
@@ -147,7 +170,7 @@ class ResponsesRenderer(TypedEventsRenderer):
                 "response.output_item.added", {"output_index": number, "item": item.shown("in_progress")}
             )
         )
-        if kind != "function_call":
+        if kind not in _CALLS:
             events.append(
                 self._of_item("response.content_part.added", item, {"content_index": 0, "part": item.part()})
             )
@@ -160,6 +183,12 @@ class ResponsesRenderer(TypedEventsRenderer):
         if item.kind == "function_call":
             name = "response.function_call_arguments.done"
             events = [self._of_item(name, item, {"name": item.name, "arguments": item.text})]
+        elif item.kind == "custom_tool_call":
+            name, text = "response.custom_tool_call_input", item.custom_input
+            events = [
+                self._of_item(f"{name}.delta", item, {"delta": text}),
+                self._of_item(f"{name}.done", item, {"input": text}),
+            ]
         else:
             more: Rendered = {"content_index": 0, "text": item.text}
             if item.kind == "message":
@@ -169,7 +198,8 @@ class ResponsesRenderer(TypedEventsRenderer):
                 self._of_item(f"{_TEXT_EVENTS[item.kind]}.done", item, more),
                 self._of_item("response.content_part.done", item, part),
             ]
-        shown = item.shown("incomplete" if self._finished_by == "length" else "completed")
+        is_cut = self._finished_by == "length" or (item.kind in _CALLS and self._finished_by == "stop")
+        shown = item.shown("incomplete" if is_cut else "completed")
         self._output.append(shown)
         return [
             *events,
@@ -204,7 +234,6 @@ class ResponsesRenderer(TypedEventsRenderer):
             "temperature": round(sampling.temperature, 6),
             "top_p": round(sampling.top_p, 6),
             "max_output_tokens": sampling.max_tokens,
-            # OpenAI repeats the request's values here, which are not stored.
             "instructions": None,
             "metadata": {},
             "parallel_tool_calls": True,
@@ -213,6 +242,7 @@ class ResponsesRenderer(TypedEventsRenderer):
             "tool_choice": "auto",
             "tools": [],
             "truncation": "disabled",
+            **self._fields,
         }
 
 

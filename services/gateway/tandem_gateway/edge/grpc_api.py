@@ -27,7 +27,13 @@ from tandem_gateway.dialects.grpc_messages import to_messages, to_options, to_to
 from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text, without_output
 from tandem_gateway.edge.json_structure import JsonLimits
 from tandem_gateway.errors import PRESENTATIONS
-from tandem_gateway.request import ReceivedRequest, TokenizedRequest, check_call, check_request_id
+from tandem_gateway.request import (
+    ReceivedRequest,
+    TokenizedRequest,
+    check_cache_salt,
+    check_call,
+    check_request_id,
+)
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser, parsers_of
 
 SERVICE_NAME = "tandem.v1.GatewayService"
@@ -169,6 +175,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         arrived = time.monotonic()
         caller = self._caller(context)
         check_request_id(request.request_id)
+        check_cache_salt(request.cache_salt)
         sampling = given_sampling(request.sampling)
         beams = sampling.get("beam_search")
         check_call(
@@ -189,6 +196,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             timeout_s=context.time_remaining(),
             speculation=request.speculation,
             objectives=slo_from_proto(request.slo),
+            cache_salt=request.cache_salt,
         )
 
 
@@ -208,10 +216,9 @@ def _chunk(
 
 
 def _end(end: decode_pb2.DecodeFinished, parser: AnswerParser, event_id: str) -> gateway_pb2.GeneratedEnd:
-    part = parser.finish()
-    is_call = parser.has_calls and end.reason == common_pb2.FINISH_REASON_STOP
+    part = parser.finish(end)
     return gateway_pb2.GeneratedEnd(
-        reason=common_pb2.FINISH_REASON_TOOL_CALLS if is_call else end.reason,
+        reason=common_pb2.FINISH_REASON_TOOL_CALLS if parser.ends_with_calls else end.reason,
         text=part.content,
         reasoning=part.reasoning,
         tool_calls=_to_proto(part),

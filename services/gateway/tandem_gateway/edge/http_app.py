@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
+from collections.abc import Mapping
 
 import structlog
 from google.protobuf.json_format import MessageToJson
@@ -28,7 +28,8 @@ from tandem_gateway.auth import ApiKeys, authorization
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.routes import dashboard_routes
-from tandem_gateway.dialects.openai_render import error_json
+from tandem_gateway.dialects.messages_render import anthropic_error
+from tandem_gateway.dialects.openai_render import Json, error_json
 from tandem_gateway.edge.connect_api import ConnectApi
 from tandem_gateway.edge.grpc_api import GatewayServicer
 from tandem_gateway.edge.host_names import HostNamesMiddleware
@@ -49,8 +50,13 @@ from tandem_gateway.errors import (
 from tandem_gateway.fleet.pods import Role
 
 _REQUEST_ID_HEADER = "x-request-id"
+#: Names the fields of the body that have no effect.
+_IGNORED_HEADER = "x-tandem-ignored"
 #: Headers that scripts of allowed origins may read.
-_SHOWN_HEADERS = (_REQUEST_ID_HEADER, "retry-after", "retry-after-ms", "x-should-retry", "x-refusal-reason")
+_SHOWN_HEADERS = (
+    *(_REQUEST_ID_HEADER, _IGNORED_HEADER, "retry-after", "retry-after-ms", "x-should-retry"),
+    "x-refusal-reason",
+)
 #: nginx's status for a client that left, which never receives it.
 _CLIENT_CLOSED_REQUEST = 499
 #: Paths that support HEAD; others answer it with 405.
@@ -76,7 +82,11 @@ class RequestIdMiddleware:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[_REQUEST_ID_HEADER] = request_id
+                answered = MutableHeaders(scope=message)
+                answered[_REQUEST_ID_HEADER] = request_id
+                ignored = scope["state"].get("ignored")
+                if ignored is not None and (names := ignored.header()):
+                    answered[_IGNORED_HEADER] = names
                 current().set({"http.response.status_code": message["status"]})
             await send(message)
 
@@ -192,9 +202,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
             headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
     if isinstance(error, OverloadedError):
         headers["x-refusal-reason"] = error.reason.value
-    # Anthropic's clients need `type`; OpenAI's ignore it.
-    body = {"type": "error", **error_json(error)}
-    return JSONResponse(body, status_code=presentation(error).http_status, headers=headers)
+    return _error_response(request, error_json(error), presentation(error).http_status, headers)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -206,11 +214,20 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     known = {route.path for route in request.app.routes if isinstance(route, Route)}
     message = hint(request.method, request.url.path, error, known)
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"type": "error", "error": body}, error.status_code, error.headers)
+    return _error_response(request, {"error": body}, error.status_code, error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     structlog.get_logger("tandem.http").exception("unexpected exception", exc_info=error)
     request_id = request.state.request_id
     hidden = GatewayError(f"internal error; the server's log has it under request id {request_id}")
-    return Response(json.dumps(error_json(hidden)), status_code=500, media_type="application/json")
+    return _error_response(request, error_json(hidden), 500)
+
+
+def _error_response(
+    request: Request, body: Json, status: int, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Anthropic's error object under /v1/messages, OpenAI's elsewhere, with Anthropic's `type`."""
+    if request.url.path.startswith("/v1/messages"):
+        body = anthropic_error(body, status, request.state.request_id)
+    return JSONResponse({"type": "error", **body}, status_code=status, headers=headers)

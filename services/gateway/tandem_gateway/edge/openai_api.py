@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, contextmanager
@@ -38,6 +37,8 @@ from tandem_gateway.answers.answer import Answer, Sent
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller, authorization
 from tandem_gateway.call.gateway import MAX_MESSAGES, Gateway
+from tandem_gateway.dialects.chat_dialect import ChatDialectBody
+from tandem_gateway.dialects.fields import Ignored, rename
 from tandem_gateway.dialects.messages_models import MessagesBody
 from tandem_gateway.dialects.messages_render import MessagesRenderer
 from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_json
@@ -88,17 +89,20 @@ class OpenAiApi:
 
     async def _models(self, request: Request) -> JSONResponse:
         caller = self._keys.authenticate(authorization(request.headers))
-        return JSONResponse({"object": "list", "data": [self._model_json(caller)]})
+        aliases = [alias for alias in self._gateway.settings.model_alias if "*" not in alias]
+        names = [self._gateway.manifest.name, *aliases]
+        return JSONResponse({"object": "list", "data": [self._model_json(caller, name) for name in names]})
 
     async def _model(self, request: Request) -> JSONResponse:
         caller = self._keys.authenticate(authorization(request.headers))
-        self._gateway.check_model(request.path_params["name"])
-        return JSONResponse(self._model_json(caller))
+        name = request.path_params["name"]
+        self._gateway.check_model(name)
+        return JSONResponse(self._model_json(caller, name))
 
-    def _model_json(self, caller: Caller) -> Json:
+    def _model_json(self, caller: Caller, name: str) -> Json:
         manifest, settings = self._gateway.manifest, self._gateway.settings
         return {
-            "id": manifest.name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "tandem",
@@ -156,7 +160,12 @@ class OpenAiApi:
         payload = await read_body(request, self._gateway)
         # Objectives begin after the body, because the client determines how long sending it takes.
         arrived = time.monotonic()
-        body = parse_json(body_kind, payload).checked()
+        given = parse_json(body_kind, payload)
+        request.state.ignored = ignored = Ignored(
+            is_strict=self._gateway.settings.strict_fields, names=body_kind.field_names
+        )
+        body = given.checked(ignored)
+        self._gateway.check_model(body.model or "")
         is_streamed = bool(body.stream)
         key, digest = request.headers.get(_IDEMPOTENCY_KEY, ""), b""
         if key:
@@ -165,7 +174,7 @@ class OpenAiApi:
             joined = await self._answers.join(caller.tenant, key, digest, limits)
             if joined is not None:
                 return joined, is_streamed
-        with _naming(body_kind.field_names):
+        with _naming(body.sent_names, body_kind.field_names):
             sampling = with_seed(body.given_sampling())
         received = ReceivedRequest(
             request_id=body.request_id or request.state.request_id,
@@ -179,11 +188,15 @@ class OpenAiApi:
             bad_texts=body.bad_texts,
             truncate_to=body.truncate_prompt_tokens,
             add_special_tokens=body.add_special_tokens is not False,
+            cache_salt=body.cache_salt or "",
         )
-        with _naming(body_kind.field_names), _naming(body.sent_names):
-            prompts = await until_disconnect(request.receive, self._tokenize(received, body))
+        with _naming(body.sent_names, body_kind.field_names):
+            prompts = await until_disconnect(request.receive, self._tokenize(received, body, ignored))
         check_size(prompts, body.num_choices)
         shown = body.shown()
+        shown.model = body.model or ""
+        if isinstance(given, ChatDialectBody):
+            shown.MergeFrom(given.shown())
         if isinstance(body, CompletionBody) and body.echo:
             shown.echoed_texts.extend(
                 echoed_text(self._gateway.tokenizer, given, received, prompt)
@@ -202,15 +215,13 @@ class OpenAiApi:
         return answer, is_streamed
 
     async def _tokenize(
-        self, received: ReceivedRequest, body: ChatBody | CompletionBody
+        self, received: ReceivedRequest, body: ChatBody | CompletionBody, ignored: Ignored
     ) -> list[TokenizedRequest]:
         """The requests, one for each prompt."""
         if isinstance(body, ChatBody):
-            return [
-                await self._gateway.prepare_chat(
-                    received, body.chat_messages(), body.chosen_tools(), body.chat_options()
-                )
-            ]
+            options = body.chat_options(self._gateway.tokenizer.template_variables, ignored)
+            tools = body.chosen_tools(ignored)
+            return [await self._gateway.prepare_chat(received, body.chat_messages(), tools, options)]
         return [
             await (
                 self._gateway.prepare_text(received, prompt)
@@ -222,16 +233,13 @@ class OpenAiApi:
 
 
 @contextmanager
-def _naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Renames fields in errors from a chat's names to those of the request's API."""
+def _naming(*names: Mapping[str, str]) -> Iterator[None]:
+    """Renames fields in errors from a chat's names to those of the request and then of its API."""
     try:
         yield
     except InvalidRequestError as error:
-        for pattern, name in names.items():
-            renamed, count = re.subn(rf"^{pattern}(?![^.\[])", name, error.field)
-            if count:
-                error.rename(renamed)
-                break
+        for one in names:
+            rename(error, one)
         raise
 
 

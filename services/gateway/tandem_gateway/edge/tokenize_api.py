@@ -1,13 +1,14 @@
-"""HTTP: /tokenize, /detokenize in vLLM's format, with the limits of prompts.
+"""HTTP: /tokenize, /detokenize in vLLM's format, with the limits of prompts, and Anthropic's
+/v1/messages/count_tokens.
 
-A prompt is tokenized as in /v1/completions, messages as in /v1/chat/completions.
+A prompt is tokenized as in /v1/completions, messages as in /v1/chat/completions or /v1/messages.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -21,7 +22,9 @@ from tandem_core.sampling import check_token_ids
 from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.auth import ApiKeys, Caller, authorization
 from tandem_gateway.call.gateway import Gateway
+from tandem_gateway.dialects.fields import Ignored, rename
 from tandem_gateway.dialects.json_body import JsonBody
+from tandem_gateway.dialects.messages_models import CountBody
 from tandem_gateway.dialects.openai_models import ChatBody, parse_json
 from tandem_gateway.edge.http_stream import until_disconnect
 from tandem_gateway.edge.request_body import read_body
@@ -39,7 +42,7 @@ class TokenizeBody(JsonBody):
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
-    def chat(self) -> ChatBody | None:
+    def chat(self, ignored: Ignored) -> ChatBody | None:
         """The chat, or None for a prompt. Raises InvalidRequestError."""
         fields: dict[str, Any] = dict(self.model_extra or {})
         if self.prompt is not None:
@@ -52,7 +55,7 @@ class TokenizeBody(JsonBody):
             raise InvalidRequestError(
                 "add_special_tokens", "is for prompts: the chat template writes its own; leave it out"
             )
-        return ChatBody.of(fields)
+        return ChatBody.of(fields, ignored)
 
 
 class DetokenizeBody(JsonBody):
@@ -62,7 +65,7 @@ class DetokenizeBody(JsonBody):
     tokens: list[int]
 
 
-BodyT = TypeVar("BodyT", TokenizeBody, DetokenizeBody)
+BodyT = TypeVar("BodyT", TokenizeBody, DetokenizeBody, CountBody)
 
 
 class TokenizeApi:
@@ -73,6 +76,7 @@ class TokenizeApi:
         self.routes = [
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
         ]
 
     @asynccontextmanager
@@ -98,19 +102,41 @@ class TokenizeApi:
         )
 
     async def _tokens(self, request: Request, caller: Caller, body: TokenizeBody) -> list[int]:
-        chat = body.chat()
+        chat = body.chat(ignored := self._ignored(request))
         if chat is None:
             return await self._gateway.count_text(
                 caller, body.prompt or "", add_special_tokens=body.add_special_tokens is not False
             )
+        return await self._tokens_of_chat(request, caller, chat, ignored)
+
+    async def _tokens_of_chat(
+        self, request: Request, caller: Caller, chat: ChatBody, ignored: Ignored
+    ) -> list[int]:
         received = ReceivedRequest(
             request_id=request.state.request_id, caller=caller, model="", sampling={}, slo_class="",
             arrived=time.monotonic(),
         )  # fmt: skip
-        prepared = await self._gateway.prepare_chat(
-            received, chat.chat_messages(), chat.chosen_tools(), chat.chat_options()
-        )
+        options = chat.chat_options(self._gateway.tokenizer.template_variables, ignored)
+        tools = chat.chosen_tools(ignored)
+        prepared = await self._gateway.prepare_chat(received, chat.chat_messages(), tools, options)
         return list(prepared.prompt_token_ids)
+
+    async def _count_tokens(self, request: Request) -> JSONResponse:
+        """Anthropic's: the tokens of a message's prompt."""
+        async with self._body(request, CountBody) as (caller, body):
+            ignored = self._ignored(request, CountBody.field_names)
+            try:
+                counting = self._tokens_of_chat(request, caller, body.checked(ignored), ignored)
+                tokens = await until_disconnect(request.receive, counting)
+            except InvalidRequestError as error:
+                rename(error, CountBody.field_names)
+                raise
+        return JSONResponse({"input_tokens": len(tokens)})
+
+    def _ignored(self, request: Request, names: Mapping[str, str] | None = None) -> Ignored:
+        ignored = Ignored(is_strict=self._gateway.settings.strict_fields, names=names)
+        request.state.ignored = ignored
+        return ignored
 
     async def _detokenize(self, request: Request) -> JSONResponse:
         async with self._body(request, DetokenizeBody) as (_, body):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 
-from tandem_proto.v1 import answers_pb2
+from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2
 
 from tandem_gateway.request import num_choices_of
 from tandem_gateway.tools.calls_parser import CallsParser
@@ -70,16 +70,18 @@ class AnswerParser:
         names = frozenset(form.tool_names)
         self._calls = None
         if tool_format is not None:
-            self._calls = CallsParser(tool_format, names, self, is_guided=form.guided)
+            self._calls = CallsParser(
+                tool_format, names, self, is_guided=form.guided, is_required=form.required
+            )
         self._reasoning = ReasoningSplitter(is_inside=form.starts_in_reasoning) if form.reasoning else None
         self._num_calls = 0
+        #: Known after `finish`. Whether the answer ends with calls, which the client executes; and the number
+        #: of a shown call that a stop of the caller has cut.
+        self.ends_with_calls = False
+        self.cut_call: int | None = None
         #: What the next delta gets; calls with the parts of their arguments.
         self._content: list[str] = []
         self._new_calls: list[tuple[CallDelta, list[str]]] = []
-
-    @property
-    def has_calls(self) -> bool:
-        return self._num_calls > 0
 
     def push(self, text: str) -> AnswerDelta:
         reasoning = ""
@@ -88,14 +90,23 @@ class AnswerParser:
         self._push_rest(text)
         return self._taken(reasoning)
 
-    def finish(self) -> AnswerDelta:
-        """Returns text held back so far. Call it once, after the last text."""
+    def finish(self, end: decode_pb2.DecodeFinished) -> AnswerDelta:
+        """Returns text held back so far. Call it once, after the last text.
+
+        A stop of the caller inside of a call is a stop: the call must not be executed. Parts of a call's
+        markup that a stop or the token limit has cut are no content.
+        """
         reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.finish()
             self._push_rest(text)
+        is_stop = bool(end.stop_reason) or end.HasField("stop_token_id")
         if self._calls is not None:
-            self._calls.finish()
+            if is_stop and self._calls.is_in_call and self._is_shown:
+                self.cut_call = self._num_calls - 1
+            self._calls.finish(is_cut=is_stop or end.reason == common_pb2.FINISH_REASON_LENGTH)
+        is_at_end = end.reason == common_pb2.FINISH_REASON_STOP
+        self.ends_with_calls = self._num_calls > 0 and is_at_end and self.cut_call is None
         return self._taken(reasoning)
 
     def content(self, text: str) -> None:

@@ -26,6 +26,8 @@ _NAMED = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]*\s*)?(?:\
 _MAX_NAMED_CHARS = 256
 #: Of a call before its name and the beginning of its arguments are known; more is no call.
 _MAX_UNDECIDED_CHARS = 128 * 1024
+#: The beginning of a marker that is more likely a marker than other text.
+_MIN_MARKER_CHARS = 2
 _BARE = Opener("", is_certain=False)
 
 
@@ -41,11 +43,19 @@ class Sink(Protocol):
 
 class CallsParser:
     def __init__(
-        self, form: ToolFormat, tool_names: frozenset[str], sink: Sink, *, is_guided: bool = False
+        self,
+        form: ToolFormat,
+        tool_names: frozenset[str],
+        sink: Sink,
+        *,
+        is_guided: bool = False,
+        is_required: bool = False,
     ) -> None:
-        """`is_guided`: a grammar enforces the calls' schemas, with the name first."""
+        """`is_guided`: a grammar enforces the calls' schemas, with the name first; `is_required`: it allows
+        calls alone."""
         self._form = form
         self._is_guided = is_guided
+        self._is_required = is_required
         self._tool_names = tool_names
         self._sink = sink
         self._state = self._in_text
@@ -57,7 +67,7 @@ class CallsParser:
         #: Characters since the whitespace before the marker, while they may be no call.
         self._raw: list[str] = []
         self._num_before_call = 0
-        self._is_list = False
+        self._is_list = self._is_continued = False
         self._call = CallReader()
         self._is_begun = False
 
@@ -65,16 +75,33 @@ class CallsParser:
         for char in text:
             self._state(char)
 
-    def finish(self) -> None:
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the last call has begun and is not complete."""
+        return self._is_begun and self._state in (self._in_call, self._in_broken)
+
+    def finish(self, *, is_cut: bool) -> None:
         """Call it at the end of the text. Text held back becomes content, except for parts of a closing
-        marker."""
+        marker, and with `is_cut` for the beginning of a call."""
+        is_cut_call = is_cut and self._begins_call()
         if self._state == self._in_text:
-            self._show(self._held)
+            self._show("" if is_cut_call else self._held)
         elif self._state == self._in_broken:
             self._sink.arguments(self._held)
-        elif self._state != self._after_call and not self._is_begun:
+        elif self._state != self._after_call and not self._is_begun and not is_cut_call:
             self._show("".join(self._raw))
         self._held, self._raw = "", []
+
+    def _begins_call(self) -> bool:
+        """Whether the text held back is the beginning of a call, and no other text."""
+        if self._is_required:
+            return True
+        if self._state == self._in_text:
+            marker = self._held.lstrip()
+            certain = (opener.marker for opener in self._form.openers if opener.is_certain)
+            return len(marker) >= _MIN_MARKER_CHARS and any(one.startswith(marker) for one in certain)
+        is_named = self._state == self._in_call and bool(self._call.name)
+        return self._opener.is_certain or self._is_continued or is_named
 
     def _show(self, text: str) -> None:
         if text:
@@ -107,7 +134,7 @@ class CallsParser:
     def _open(self, opener: Opener, raw: str) -> None:
         self._opener, self._raw, self._held = opener, list(raw), ""
         self._num_before_call = len(raw)
-        self._is_list = False
+        self._is_list = self._is_continued = False
         self._state = self._in_opened
 
     def _in_opened(self, char: str) -> None:
@@ -212,6 +239,7 @@ class CallsParser:
         """Begins another call without a marker."""
         self._raw, self._held, self._is_begun = list(self._held), "", False
         self._num_before_call = len(self._raw)
+        self._is_continued = True
         self._state = self._in_opened
 
     def _in_broken(self, char: str) -> None:

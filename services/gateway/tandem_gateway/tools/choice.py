@@ -15,7 +15,8 @@ from tandem_gateway.tools.schema import check_well_formed
 
 #: OpenAI's limit.
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+#: Anthropic's limit; OpenAI's is 64.
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 #: Limit on all definitions together, as JSON; templates add up to hundreds of spaces per value.
 MAX_TOOLS_BYTES = 512 * 1024
 
@@ -62,8 +63,8 @@ class ToolChoice:
 NO_TOOLS = ToolChoice()
 
 
-def check_tools(definitions: Sequence[Mapping[str, Json]], field: str = "tools") -> tuple[Tool, ...]:
-    """Checks JSON definitions of tools, {"type": "function", "function": {...}}.
+def check_tools(definitions: Sequence[Mapping[str, Json] | None], field: str = "tools") -> tuple[Tool, ...]:
+    """Checks JSON definitions of tools, {"type": "function", "function": {...}}; None: one that is left out.
 
     Raises InvalidRequestError naming the field, its limit and the remedy.
     """
@@ -74,6 +75,8 @@ def check_tools(definitions: Sequence[Mapping[str, Json]], field: str = "tools")
     seen: set[str] = set()
     num_bytes = 0
     for index, definition in enumerate(definitions):
+        if definition is None:
+            continue
         where = f"{field}[{index}]"
         check_levels(where, definition)
         name = _check_tool(where, definition)
@@ -85,7 +88,7 @@ def check_tools(definitions: Sequence[Mapping[str, Json]], field: str = "tools")
         raise InvalidRequestError(
             field, f"{num_bytes} bytes are over the limit of {MAX_TOOLS_BYTES}; send fewer or shorter ones"
         )
-    return tuple(map(Tool, definitions))
+    return tuple(Tool(definition) for definition in definitions if definition is not None)
 
 
 def check_levels(field: str, value: Json) -> None:
@@ -109,7 +112,7 @@ def _check_tool(where: str, definition: Mapping[str, Json]) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         shown = quoted(name) if isinstance(name, str) else "missing"
         raise InvalidRequestError(
-            f"{where}.function.name", f"is {shown}; use 1 to 64 letters, digits, _ and -"
+            f"{where}.function.name", f"is {shown}; use 1 to 128 letters, digits, _ and -"
         )
     if not isinstance(function.get("description"), str | None):
         raise InvalidRequestError(f"{where}.function.description", "is not a string; send one")

@@ -42,6 +42,7 @@ class AnswerForms:
             starts_in_reasoning=self._has_reasoning and detect.opens_reasoning(self._tokenizer, prompt),
             as_function_call=choice.as_function_call,
             guided=is_guided,
+            required=choice.mode is Mode.REQUIRED,
         )
 
     async def guide(
@@ -73,7 +74,10 @@ class AnswerForms:
         )
 
     def with_sampling(self, received: ReceivedRequest, choice: ToolChoice) -> ReceivedRequest:
-        """Keeps special tokens in the text if markers are among them."""
+        """Keeps special tokens in the text if markers are among them. An answer of required calls has no stop
+        strings, which would cut the calls."""
+        if choice.mode is Mode.REQUIRED and received.sampling.get("stop"):
+            received = dataclasses.replace(received, sampling={**received.sampling, "stop": ()})
         markers = (
             *(self._format.markers if choice.tools else ()),
             *((OPEN, CLOSE) if self._has_reasoning else ()),
