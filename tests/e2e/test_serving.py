@@ -111,15 +111,19 @@ def test_the_same_text_over_grpc_over_http_and_in_one_process(
 
 def test_seeded_sampling_is_the_same_apart_and_together(fleet: RunningFleet, corpus, alone: LLM) -> None:
     messages = dialogue(corpus, 1)
-    drawn = common_pb2.SamplingParams(temperature=0.8, seed=7, max_tokens=48)
-    texts = [
-        "".join(r.chunk.text for r in fleet.gateway().Chat(chat_request(messages, drawn), timeout=300))
-        for _ in range(2)
-    ]
-    want = alone.chat(
-        [Message(**m) for m in messages], SamplingParams(temperature=0.8, seed=7, max_tokens=48)
-    ).text
-    assert texts == [want, want], "cold and hot, apart, with drafts"
+    recommended = alone.manifest.sampling
+    assert recommended == {"temperature": 0.2, "top_p": 0.9}
+    for given in ({"temperature": 0.8, "top_p": 1.0}, {}):
+        drawn = common_pb2.SamplingParams(**given, seed=7, max_tokens=48)
+        texts = [
+            "".join(r.chunk.text for r in fleet.gateway().Chat(chat_request(messages, drawn), timeout=300))
+            for _ in range(2)
+        ]
+        want = alone.chat(
+            [Message(**m) for m in messages],
+            SamplingParams(**{**recommended, **given, "seed": 7, "max_tokens": 48}),
+        ).text
+        assert texts == [want, want], "cold and hot, apart, with drafts"
 
 
 def test_four_dialogues_at_once_while_others_misbehave(fleet: RunningFleet, corpus) -> None:
