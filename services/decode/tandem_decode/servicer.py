@@ -41,7 +41,7 @@ from tandem_engine.scheduler import append_tokens, text_end
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.outgoing import KVSender
 from tandem_pod.engine_watch import leave_if_stuck
-from tandem_pod.requests import due_at, end_due_at, read_request, token_objective
+from tandem_pod.requests import HEARTBEAT_S, due_at, end_due_at, is_read, read_request, token_objective
 from tandem_pod.status import decode_cost, pod_status
 from tandem_prefill.servicer import PrefillServicer
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
@@ -53,7 +53,6 @@ from tandem_decode.metrics import DecodeMetrics
 from tandem_decode.receipt import RequestRecord
 from tandem_decode.settings import DecodeSettings
 
-_HEARTBEAT_S = 0.25
 #: Time for the next pod to fetch KV after the last request has left a draining pod.
 _LINGER_S = 1.0
 _DRAIN_CHECK_S = 0.05
@@ -157,7 +156,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await context.abort(grpc.StatusCode.CANCELLED, "the pod is stopping; send the request to another")
         if self._loop.is_stuck:
             await context.abort(grpc.StatusCode.CANCELLED, "the engine hangs; send the request to another")
-        state = await read_request(self._to_request, request, self._parts.manifest.max_model_len)
+        reading = read_request(self._to_request, request, self._parts.manifest.max_model_len)
+        try:
+            while not await is_read(reading):
+                yield self._progress()
+        finally:
+            reading.cancel()
+        state = reading.result()
         is_shared = not request.decode_retries and not request.choice
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
         self._num_open_calls += 1
@@ -179,7 +184,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     while not computing.done():
                         await asyncio.wait(
                             {computing, news},
-                            timeout=_HEARTBEAT_S,
+                            timeout=HEARTBEAT_S,
                             return_when=asyncio.FIRST_COMPLETED,
                         )
                         if not computing.done():
@@ -197,11 +202,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             told_at = 0.0
             hypotheses: tuple[Hypothesis, ...] = ()
             while stream.finish_reason is None:
-                new = await outputs.get(_HEARTBEAT_S)
+                new = await outputs.get(HEARTBEAT_S)
                 if new is None:
                     await leave_if_stuck(self._loop, context, state.request_id)
                 is_silent = self._is_draining or state.search is not None
-                if new is None or (is_silent and time.monotonic() - told_at > _HEARTBEAT_S):
+                if new is None or (is_silent and time.monotonic() - told_at > HEARTBEAT_S):
                     told_at = time.monotonic()
                     is_computed = state.search is not None and record.has_tokens
                     yield self._progress(is_prompt_computed=is_computed)

@@ -16,13 +16,21 @@ from tandem_proto.v1 import decode_pb2, prefill_pb2
 
 MessageT = TypeVar("MessageT", decode_pb2.DecodeRequest, prefill_pb2.PrefillRequest)
 
+#: Longest silence of a pod on a call.
+HEARTBEAT_S = 0.25
 #: Share of the time until the last token is due that steps may take.
 _END_SHARE = 0.95
 
 
-async def read_request(read: Callable[[MessageT], Request], message: MessageT, max_model_len: int) -> Request:
+def read_request(
+    read: Callable[[MessageT], Request], message: MessageT, max_model_len: int
+) -> asyncio.Future[Request]:
     """Runs `read` in a thread if the request has a guide, which takes a while to compile. Raises
-    InvalidRequestError, before it copies them, for more tokens than the context holds."""
+    InvalidRequestError, before it copies them, for more tokens than the context holds.
+
+    Send heartbeats until it `is_read`: guides wait for a thread, and the caller of a silent pod considers it
+    dead, also for other tenants.
+    """
     num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
     if num_tokens > max_model_len:
         raise InvalidRequestError(
@@ -30,8 +38,17 @@ async def read_request(read: Callable[[MessageT], Request], message: MessageT, m
             f"has {num_tokens} tokens with its output, but the context holds {max_model_len}; send fewer",
         )
     if message.sampling.HasField("guide"):
-        return await asyncio.to_thread(read, message)
-    return read(message)
+        return asyncio.ensure_future(asyncio.to_thread(read, message))
+    request = asyncio.get_running_loop().create_future()
+    request.set_result(read(message))
+    return request
+
+
+async def is_read(request: asyncio.Future[Request]) -> bool:
+    """False when a heartbeat is due first."""
+    if not request.done():
+        await asyncio.wait({request}, timeout=HEARTBEAT_S)
+    return request.done()
 
 
 def due_at(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest) -> float:

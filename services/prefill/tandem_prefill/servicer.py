@@ -33,7 +33,7 @@ from tandem_engine.transport.base import Ticket, TransferState
 from tandem_engine.transport.codec import ticket_from_proto
 from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
 from tandem_pod.engine_watch import leave_if_stuck
-from tandem_pod.requests import due_at, read_request
+from tandem_pod.requests import HEARTBEAT_S, due_at, is_read, read_request
 from tandem_pod.status import pod_status
 from tandem_proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tandem_service.tls import belongs_to_peer
@@ -41,8 +41,6 @@ from tandem_service.tracing import Tracing
 
 from tandem_prefill.kv_streaming import KVStreamer
 from tandem_prefill.metrics import PrefillMetrics
-
-_HEARTBEAT_S = 0.25
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -78,7 +76,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._parts.layout.check(request.ticket.layout_fingerprint, request.ticket.layout_description)
         max_model_len = self._parts.manifest.max_model_len
         _check_blocks(request.ticket, math.ceil(max_model_len / self._parts.layout.block_size))
-        prompt = await read_request(self._to_request, request, max_model_len)
+        reading = read_request(self._to_request, request, max_model_len)
+        try:
+            while not await is_read(reading):
+                yield prefill_pb2.PrefillResponse(progress=prefill_pb2.PrefillProgress())
+        finally:
+            reading.cancel()
+        prompt = reading.result()
         ticket = ticket_from_proto(request.ticket)
         if self._only_to_caller:
             _check_owner(ticket, context)
@@ -166,9 +170,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         transfer: OutgoingTransfer,
         context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        """A heartbeat every _HEARTBEAT_S until the future settles; raises TransferError if the transfer
+        """A heartbeat every HEARTBEAT_S until the future settles; raises TransferError if the transfer
         fails."""
-        while not await wait_for_future(settled, _HEARTBEAT_S):
+        while not await wait_for_future(settled, HEARTBEAT_S):
             if transfer.state is TransferState.FAILED:  # the rest of the work would be useless
                 transfer.done.result()
             await leave_if_stuck(self._loop, context, prompt.request_id)
