@@ -3,6 +3,7 @@ below holds for hostile input."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import re
@@ -17,6 +18,8 @@ from tandem_core.sampling import SamplingParams
 from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_drafting.mirror import BYTES_PER_TOKEN, GlobalMirror
 from tandem_drafting.spans import AcceptedSpan
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.queue import MAX_QUEUED_TOKENS, Queue
 from tandem_gateway.answers.answer import Answer
 from tandem_gateway.answers.kept_answers import KeptAnswers
 from tandem_gateway.dashboard.ended import EndedRequests
@@ -103,6 +106,22 @@ def ended_requests() -> tuple[object, int]:
     return ended, 6 * MIB
 
 
+def requests_in_the_queue() -> tuple[object, int]:
+    """An eighth of the prompt tokens that may wait, as requests and as the records of their answers."""
+
+    async def fill() -> list[object]:
+        held: list[object] = [queue := Queue(max_in_flight=1, max_queue=1024, num_batch_slots=lambda: 1)]
+        for number in range(128):
+            request = a_request(number * 8192, MAX_QUEUED_TOKENS // 1024)
+            request.block_hashes(64)
+            queue.wait(Admitted(request))
+            record = decode_pb2.DecodeRequest(prompt_token_ids=request.prompt_token_ids)
+            held.append(answers_pb2.AnswerRecord(request=record))
+        return held
+
+    return asyncio.run(fill()), 52 * MIB
+
+
 def copies_of_shared_text() -> tuple[object, int]:
     mirror = GlobalMirror(max_tokens=200_000)
     for number in range(500):
@@ -117,6 +136,7 @@ FILLS: dict[str, Callable[[], tuple[object, int]]] = {
     "answer lengths by template": answer_lengths,
     "pieces of chats": pieces,
     "ended requests for the dashboard": ended_requests,
+    "requests in the queue": requests_in_the_queue,
     "copies of shared text": copies_of_shared_text,
 }
 

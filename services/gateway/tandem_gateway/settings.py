@@ -78,8 +78,9 @@ class GatewaySettings(RedisSettings):
     pods of a Kubernetes Service"""
     prefill: Targets = ()
     """prefill pods, in the same form; none: decode pods compute the prompts"""
-    max_queue: Annotated[int, Field(ge=0)] = 256
-    """most requests in the queue; more are refused at once with a retry-after"""
+    max_queue: Annotated[int, Field(ge=0)] = 1024
+    """most requests in the queue, with at most 8 Mi prompt tokens; more are refused at once with a
+    retry-after"""
     max_in_flight: Annotated[int, Field(ge=1)] = 128
     """most requests on the decode pods at a time"""
     slo_slack: Annotated[float, Field(ge=0)] = 3.0

@@ -8,6 +8,7 @@ from tandem_core.contracts import RefusalReason
 from tandem_gateway.admission.admitted import Admitted
 from tandem_gateway.admission.queue import Queue
 from tandem_gateway.errors import OverloadedError
+from tandem_gateway.request import TenantLimits
 
 
 def make_queue(*, max_in_flight: int = 8, max_queue: int = 8, num_batch_slots: int = 0) -> Queue:
@@ -172,6 +173,18 @@ class TestWaits:
         for _ in range(200):
             queue.ended(2.0)
         assert queue.turn_s() == pytest.approx(0.5)
+
+    async def test_the_prompt_tokens_that_wait_are_bounded_and_a_tenant_has_half(self, monkeypatch):
+        monkeypatch.setattr("tandem_gateway.admission.queue.MAX_QUEUED_TOKENS", 1000)
+        queue, limits = make_queue(), TenantLimits(places=8)
+        waiters = [queue.wait(admitted_of(num_prompt=250, limits=limits)) for _ in range(2)]
+        with pytest.raises(OverloadedError, match="2 waiting, limit 8 with 1000 prompt tokens"):
+            queue.wait(admitted_of(num_prompt=1, limits=limits))
+        queue.wait(admitted_of(num_prompt=500, limits=limits, tenant="other"))
+        with pytest.raises(OverloadedError, match="queue is full"):
+            queue.wait(admitted_of(num_prompt=1, limits=limits, tenant="third"))
+        queue.give_up(waiters[0])
+        queue.wait(admitted_of(num_prompt=250, limits=limits))
 
     async def test_no_retry_after_is_longer_than_clients_accept(self):
         queue = make_queue(max_queue=0)

@@ -198,12 +198,17 @@ async def test_a_tenants_long_texts_do_not_delay_other_tenants(pods, gateway, ke
         return asyncio.create_task(front.http.post("/v1/completions", json={"prompt": text}, headers=headers))
 
     try:
-        waiting = [ask(f"slow {number}", "acme-key") for number in range(8)]
-        counts = front.process.gateway.tokenizing.num_waiting
-        await until(lambda: counts["acme"] == 8 and begun)
+        # As many characters as eight of the longest texts.
+        limit = 8 * tokenizer.max_text_bytes
+        texts = [f"slow {number:03}" for number in range(80)]
+        texts += ["slow" + "x" * (tokenizer.max_text_bytes - 4 - 80)] * 8
+        waiting = [ask(text, "acme-key") for text in texts]
+        counts = front.process.gateway.tokenizing.waiting
+        await until(lambda: counts["acme"] == limit and begun)
         refused = await ask("one more", "acme-key")
         assert refused.status_code == 429
-        assert "8 long texts wait to be tokenized, limit 8" in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        assert f"texts of {limit} characters wait to be tokenized, limit {limit}" in message
         assert (await ask("another tenant", "slow-key")).status_code == 200
         # A client that leaves frees no thread: the next text of its tenant waits for that of this one.
         for task in waiting:

@@ -19,6 +19,8 @@ from tandem_gateway.errors import OverloadedError
 from tandem_gateway.request import TokenizedRequest
 
 MIN_RETRY_AFTER_S = 0.05
+#: Most prompt tokens in the queue, of which a tenant may have half; each takes about 50 bytes.
+MAX_QUEUED_TOKENS = 8 << 20
 #: Best-effort requests take at most this share of the places, so that requests with objectives find one, and
 #: at most this multiple of the pods' batch slots, because requests on pods compete with later ones and queued
 #: ones do not.
@@ -120,9 +122,10 @@ class Queue:
     def wait(self, admitted: Admitted) -> Waiter:
         """Adds the request to the queue; the caller awaits its turn, or calls `give_up`. Raises
         OverloadedError if the queue is full."""
-        if self.num_waiting >= self._max_queue:
+        if self.num_waiting >= self._max_queue or not self._has_room_for_tokens(admitted):
             raise OverloadedError(
-                f"the queue is full ({self.num_waiting} waiting, limit {self._max_queue}); try again later",
+                f"the queue is full ({self.num_waiting} waiting, limit {self._max_queue} with "
+                f"{MAX_QUEUED_TOKENS} prompt tokens); try again later",
                 self.turn_s(),
                 RefusalReason.QUEUE_FULL,
             )
@@ -130,6 +133,14 @@ class Queue:
         waiter = Waiter(admitted.request.due, next(self._order), admitted, turn)
         insort(self._queue_of(admitted), waiter)
         return waiter
+
+    def _has_room_for_tokens(self, admitted: Admitted) -> bool:
+        of_tenant: Counter[str] = Counter()
+        for one in (*self.waiting(), admitted):
+            of_tenant[one.request.tenant] += len(one.request.prompt_token_ids) + one.other_tokens
+        share = 1 if admitted.request.limits.places is None else 2
+        most = MAX_QUEUED_TOKENS
+        return of_tenant[admitted.request.tenant] <= most // share and of_tenant.total() <= most
 
     def give_up(self, waiter: Waiter) -> None:
         """Removes a waiter that does not wait for its turn any longer."""

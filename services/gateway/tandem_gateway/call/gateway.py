@@ -72,7 +72,7 @@ from tandem_gateway.tools.form import AnswerForms
 INLINE_CHARS = 4096
 #: Number of these threads; a text as long as the context takes up to seconds.
 _TOKENIZING_THREADS = 2
-#: Limits on texts in these threads and their queue.
+#: Limits on texts in these threads and their queue, in texts of the longest kind.
 MAX_TOKENIZING, MAX_TOKENIZING_OF_TENANT = 64, 8
 #: JSON writes a control character in six bytes.
 _JSON_ESCAPE_BYTES = 6
@@ -254,17 +254,18 @@ class Gateway:
         if num_chars <= INLINE_CHARS:
             return encode()
         caller = asking if isinstance(asking, Caller) else asking.caller
-        tenant, waiting = caller.tenant, self.tokenizing.num_waiting
-        limit = MAX_TOKENIZING if caller.is_anyone else MAX_TOKENIZING_OF_TENANT
-        if waiting[tenant] >= limit or waiting.total() >= MAX_TOKENIZING:
+        tenant, waiting = caller.tenant, self.tokenizing.waiting
+        of_tenant = (MAX_TOKENIZING if caller.is_anyone else MAX_TOKENIZING_OF_TENANT) * limit
+        if waiting[tenant] + num_chars > of_tenant or waiting.total() + num_chars > MAX_TOKENIZING * limit:
             if isinstance(asking, ReceivedRequest):
                 self._metrics.refused_early(caller.slo(asking.slo_class, asking.objectives).name, tenant)
             raise OverloadedError(
-                f"{waiting[tenant]} long texts wait to be tokenized, limit {limit}; try again later",
+                f"texts of {waiting[tenant]} characters wait to be tokenized, limit {of_tenant}; try again "
+                "later",
                 _TOKENIZING_RETRY_S,
                 RefusalReason.TOKENIZING,
             )
-        return await self.tokenizing.run(caller, encode)
+        return await self.tokenizing.run(caller, encode, num_chars)
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModelError unless `name` is the served model, one of its aliases, or empty."""

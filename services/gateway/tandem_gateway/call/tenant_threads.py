@@ -19,12 +19,12 @@ class TenantThreads:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
-        #: Work that has not ended, by tenant.
-        self.num_waiting: Counter[str] = Counter()
+        #: Sizes of the work that has not ended, by tenant.
+        self.waiting: Counter[str] = Counter()
         self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(asyncio.BoundedSemaphore)
 
-    async def run(self, caller: Caller, work: Callable[[], T]) -> T:
-        self.num_waiting[caller.tenant] += 1
+    async def run(self, caller: Caller, work: Callable[[], T], size: int = 1) -> T:
+        self.waiting[caller.tenant] += size
         try:
             if caller.is_anyone:
                 return await asyncio.wrap_future(self._threads.submit(work))
@@ -36,4 +36,4 @@ class TenantThreads:
             running.add_done_callback(lambda _: loop.call_soon_threadsafe(turn.release))
             return await asyncio.wrap_future(running)
         finally:
-            self.num_waiting[caller.tenant] -= 1
+            self.waiting[caller.tenant] -= size
