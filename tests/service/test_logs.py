@@ -37,6 +37,14 @@ def test_json_lines_name_process_and_request(capsys):
         assert (line["role"], line["pod"], line["request_id"]) == ("decode", "d-1", "r-9")
 
 
+def test_console_lines_have_the_time_of_day_and_no_origin(capsys):
+    logs.configure(PodSettings(log_format="console", pod_id="d-1"), "decode")
+    structlog.get_logger("tandem.test").info("joined", tokens=3)
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d \[info +\] joined +\[tandem\.test\] tokens=3\n", capsys.readouterr().err
+    )
+
+
 def test_a_traceback_is_part_of_its_line(capsys):
     logs.configure(PodSettings(log_format="json"), "decode")
     try:

@@ -40,14 +40,15 @@ def configure(settings: CommonSettings, role: str) -> None:
         return {"role": role, "pod": settings.pod_id, **event}
 
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    as_json = settings.log_format == "json"
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
-        add_origin,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        # A console shows one process, or `tandem up` puts its name before each line.
+        *([add_origin] if as_json else []),
+        structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
     ]
-    as_json = settings.log_format == "json"
     render: Processor = structlog.processors.JSONRenderer() if as_json else _console(sys.stderr.isatty())
     if as_json:
         shared.append(structlog.processors.format_exc_info)
