@@ -35,6 +35,7 @@ class ChatDialectBody(JsonBody):
 
     model: str | None = None
     stream: bool | None = None
+    """The answer comes as typed server-sent events."""
 
     def checked(self, ignored: Ignored) -> ChatBody:
         """Raises InvalidRequestError naming the field as this API calls it. Adds names of ignored ones."""

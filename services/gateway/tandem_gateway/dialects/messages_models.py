@@ -57,14 +57,21 @@ class MessagesBody(ChatDialectBody):
     field_table = MESSAGES
 
     messages: list[JsonObject]
+    """User and assistant messages, with blocks of text, tool_use and tool_result."""
     max_tokens: int
+    """Most tokens to generate, clamped to what the context leaves."""
     system: str | list[JsonValue] | None = None
+    """The system prompt."""
     stop_sequences: list[str] | None = None
+    """The text ends before the first of these strings; at most 16."""
     tools: list[JsonObject] | None = None
+    """Functions that the model may call, with an input_schema each; at most 128."""
     tool_choice: JsonObject | None = None
+    """auto, any, none, or a tool that must be called."""
     output_config: JsonObject | None = None
-    #: The older place of output_config.format.
+    """format: a JSON schema that the answer matches."""
     output_format: JsonObject | None = None
+    """The older place of output_config.format."""
 
     def _chat_fields(self, ignored: Ignored) -> dict[str, Any]:
         choice, config = self.tool_choice or {}, self.output_config or {}

@@ -41,7 +41,9 @@ _COMPLETION_TOKENS = 16
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    """A last chunk without choices has the usage, with the receipt."""
     continuous_usage_stats: bool | None = None
+    """With include_usage: each chunk has the usage of its choice so far, as from vLLM."""
 
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -64,36 +66,53 @@ else:
 
 
 class _CommonBody(_SamplingBody):
-    """Fields of both endpoints: sampling, with OpenAI's types where they differ, and Tandem's own."""
+    """Fields of both endpoints: sampling, with OpenAI's types where they differ, and Tandem's own. Fields of
+    gRPC's messages have their descriptions in the .proto files."""
 
     model: str | None = None
     stream: bool | None = None
+    """The answer comes as server-sent events."""
     stream_options: StreamOptions | None = None
+    """Only with stream."""
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     prompt_logprobs: int | Literal[False] | None = None
     bad_words: list[str | list[int]] | None = None
     truncate_prompt_tokens: int | None = None
+    """Uses this many of the prompt's last tokens; -1: as many as leave room for max_tokens."""
     add_special_tokens: bool | None = None
+    """Of completions: false adds no token before the prompt."""
     detokenize: bool | None = None
     return_token_ids: bool | None = None
+    """The answer has the token ids of prompt and output."""
     return_tokens_as_token_ids: bool | None = None
+    """Log probabilities name tokens as token_id:5."""
     n: int | None = None
     best_of: int | None = None
+    """Computes this many choices and returns the n with the highest mean log probability; not streamed."""
     use_beam_search: bool | None = None
+    """The best texts of a beam search instead of sampled ones."""
     beam_width: int | None = None
+    """Beams, 1 to 16; default: best_of, else n."""
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+    """When the search ends, as in transformers: false, true or never."""
     request_id: str | None = None
     cache_salt: str | None = None
     slo_class: str | None = None
     speculation: str | None = None
     response_format: ResponseFormat | None = None
+    """text, json_object, or json_schema with a schema that the answer matches."""
     structured_outputs: StructuredOutputs | None = None
+    """What the answer must match: a JSON schema, a regex, one of several texts, or a grammar of Lark."""
     guided_json: dict[str, Any] | str | None = None
+    """The older name of structured_outputs.json."""
     guided_regex: str | None = None
+    """The older name of structured_outputs.regex."""
     guided_choice: list[str] | None = None
+    """The older name of structured_outputs.choice."""
     guided_grammar: str | None = None
+    """The older name of structured_outputs.grammar."""
 
     #: How errors name the fields of this API, by patterns of their beginnings, where they differ.
     field_names: ClassVar[Mapping[str, str]] = {}
@@ -248,22 +267,36 @@ class ChatBody(_CommonBody):
     field_table = CHAT
 
     messages: list[ChatTurn]
+    """The conversation: system or developer, user, assistant and tool messages."""
     max_completion_tokens: int | None = None
+    """OpenAI's newer name of max_tokens."""
     logprobs: bool | None = None
+    """The log probability of each token."""
     top_logprobs: int | None = None
+    """With logprobs: those of this many most likely tokens too, 0 to 20."""
     tools: list[dict[str, JsonValue]] | None = None
+    """Functions that the model may call; at most 128."""
     tool_choice: JsonValue = None
+    """auto, none, required, or a function that must be called."""
     parallel_tool_calls: bool | None = None
+    """false: at most one call in the answer."""
     functions: list[dict[str, JsonValue]] | None = None
+    """The older form of tools."""
     function_call: JsonValue = None
+    """The older form of tool_choice."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Variables of the chat template, such as enable_thinking."""
     add_generation_prompt: bool | None = None
+    """false: the prompt does not end with the beginning of an answer."""
     continue_final_message: bool | None = None
-    #: Hints about reasoning: OpenAI's, OpenRouter's, Anthropic's and DeepSeek's, Qwen's.
     reasoning_effort: str | None = None
+    """A hint about reasoning, in OpenAI's form."""
     reasoning: JsonValue = None
+    """A hint about reasoning, in OpenRouter's form."""
     thinking: JsonValue = None
+    """A hint about reasoning, in Anthropic's and DeepSeek's form."""
     enable_thinking: bool | None = None
+    """A hint about reasoning, in Qwen's form."""
 
     def given_sampling(self) -> dict[str, Any]:
         if self.top_logprobs and not self.logprobs:
@@ -341,8 +374,11 @@ class CompletionBody(_CommonBody):
     field_table = COMPLETION
 
     prompt: str | list[int] | list[str | list[int]]
+    """A text, token ids, or a list of these, each of which is answered."""
     logprobs: int | Literal[False] | None = None
+    """The log probability of each token, and those of this many most likely ones, 0 to 20."""
     echo: bool | None = None
+    """The text begins with the prompt; with logprobs the prompt's tokens come first."""
     max_tokens: int | None = None
 
     def given_sampling(self) -> dict[str, Any]:

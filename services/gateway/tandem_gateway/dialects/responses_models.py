@@ -82,16 +82,25 @@ class ResponsesBody(ChatDialectBody):
     field_table = RESPONSES
 
     input: str | list[JsonObject]
+    """A text, or items: messages, function calls and their outputs."""
     instructions: str | None = None
+    """The system prompt."""
     max_output_tokens: int | None = None
+    """Most tokens to generate, clamped to what the context leaves."""
     stream_options: JsonObject | None = None
-    #: true is OpenAI's default, so it is accepted; the answer shows `"store": false`.
+    """Without effect: each stream has the usage."""
     store: bool | None = None
+    """true is OpenAI's default, so it is accepted; nothing is stored."""
     text: _Text | None = None
+    """format: text, json_object, or json_schema with a schema that the answer matches."""
     tools: list[JsonObject] | None = None
+    """Functions that the model may call; at most 128."""
     tool_choice: JsonValue = None
+    """auto, none, required, or a function that must be called."""
     include: list[str] | None = None
+    """message.output_text.logprobs: the log probability of each token."""
     top_logprobs: int | None = None
+    """With them: those of this many most likely tokens too, 0 to 20."""
 
     def _chat_fields(self, ignored: Ignored) -> dict[str, Any]:
         if self.text is not None:

@@ -38,9 +38,11 @@ class TokenizeBody(JsonBody):
 
     model: str | None = None
     prompt: str | None = None
-    #: For `prompt` only; the chat template writes the special tokens of messages.
+    """The text; else messages and other fields of a chat."""
     add_special_tokens: bool | None = None
+    """For a prompt only; the chat template writes the special tokens of messages."""
     return_token_strs: bool = False
+    """The answer has the tokens' texts too."""
 
     def chat(self, ignored: Ignored) -> ChatBody | None:
         """The chat, or None for a prompt. Raises InvalidRequestError."""
@@ -63,6 +65,7 @@ class DetokenizeBody(JsonBody):
 
     model: str | None = None
     tokens: list[int]
+    """Token ids; at most the model's context."""
 
 
 BodyT = TypeVar("BodyT", TokenizeBody, DetokenizeBody, CountBody)

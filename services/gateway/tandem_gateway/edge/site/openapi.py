@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import inspect
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from tandem_gateway.dialects.messages_models import MessagesBody
+from tandem_gateway.dialects import chat_dialect, messages_models, openai_models, responses_models
+from tandem_gateway.dialects.messages_models import CountBody, MessagesBody
 from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody
 from tandem_gateway.dialects.responses_models import ResponsesBody
+from tandem_gateway.edge import tokenize_api
 from tandem_gateway.edge.tokenize_api import DetokenizeBody, TokenizeBody
 
 
@@ -39,6 +45,8 @@ ROUTES = (
           answers=True),
     Route("get", "/v1/models", "Models", "The served model, with its limits."),
     Route("get", "/v1/models/{model}", "Models", "One model; 404 for another one."),
+    Route("post", "/v1/messages/count_tokens", "Tokens", "Number of tokens of a body of /v1/messages.",
+          CountBody),
     Route("post", "/tokenize", "Tokens", "Token ids of a prompt or of messages.", TokenizeBody),
     Route("post", "/detokenize", "Tokens", "The text of token ids.", DetokenizeBody),
     Route("get", "/health", "State", "200 while requests are accepted, else 503 with a retry-after.",
@@ -64,6 +72,9 @@ _ANSWER_HEADERS: Mapping[str, str] = {
     "x-event-ids": "true: the stream's events have ids, so that it can be resumed.",
     "last-event-id": "Resumes the stream after this event; the body is not read.",
 }
+_MODELS = (openai_models, chat_dialect, messages_models, responses_models, tokenize_api)
+_PROTOS = ("gateway", "common")
+_MESSAGES = ("ChatRequest", "GenerateRequest", "SamplingParams", "BeamSearch")
 _ERRORS = {
     "400": "The request is wrong; `param` names the field.",
     "401": "The API key is missing or unknown.",
@@ -79,6 +90,7 @@ def openapi_document(version: str, *, requires_keys: bool) -> dict[str, Any]:
     names, definitions = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
+    _describe(definitions.get("$defs", {}), bodies)
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         schema = names[(route.body, "validation")] if route.body is not None else None
@@ -110,9 +122,51 @@ def openapi_document(version: str, *, requires_keys: bool) -> dict[str, Any]:
                     },
                 },
             },
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
+
+
+def _describe(schemas: Mapping[str, dict[str, Any]], bodies: Sequence[type[BaseModel]]) -> None:
+    """Adds the docstrings of the models' fields. Fields of gRPC's requests have the same names, and their
+    comments from the .proto files, which are in the stubs."""
+    stubs = resources.files("tandem_proto.v1")
+    of_models = [inspect.getsource(module) for module in _MODELS]
+    of_protos = [stubs.joinpath(f"{name}_pb2.pyi").read_text(encoding="utf-8") for name in _PROTOS]
+    texts = {
+        node.name: _texts_of(node)
+        for source in (*of_protos, *of_models)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
+    bases = {body.__name__: [base.__name__ for base in body.__mro__] for body in bodies}
+    for name, schema in schemas.items():
+        classes = [*bases[name], *_MESSAGES] if name in bases else [name]
+        sources = [texts.get(one, {}) for one in classes]
+        for field, shown in schema.get("properties", {}).items():
+            shown.pop("title", None)
+            description = next((source[field] for source in sources if field in source), None)
+            if description is not None:
+                shown["description"] = description
+
+
+def _texts_of(message: ast.ClassDef) -> dict[str, str]:
+    """The docstring of each field."""
+    texts = {}
+    for field, following in pairwise([*message.body, ast.Pass()]):
+        match field, following:
+            case ast.FunctionDef(name=name), _:  # a list or a map
+                text = ast.get_docstring(field)
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                pass
+            case _:
+                continue
+        if text:
+            texts[name] = " ".join(text.split())
+    return texts
 
 
 def _operation(route: Route, schema: Mapping[str, Any] | None, requires_keys: bool) -> dict[str, Any]:
@@ -137,7 +191,7 @@ def _operation(route: Route, schema: Mapping[str, Any] | None, requires_keys: bo
             status: {"description": text, "content": error} for status, text in _ERRORS.items()
         }
     if route.needs_key and requires_keys:
-        operation["security"] = [{"key": []}]
+        operation["security"] = [{"key": []}, {"x-api-key": []}]
     return operation
 
 

@@ -19,7 +19,10 @@ function resolved(schema) {
 }
 
 function typeOf(schema) {
-  if (schema.$ref) return schema.$ref.split("/").at(-1).replace(/^_/, "");
+  if (schema.$ref) {
+    const { name, properties } = resolved(schema);
+    return properties ? name.replace(/^_/, "") : "any";
+  }
   if (schema.anyOf) return schema.anyOf.map(typeOf).filter((type) => type !== "null").join(" | ");
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" | ");
   if (schema.const !== undefined) return JSON.stringify(schema.const);
@@ -31,15 +34,27 @@ function table(head, rows) {
   return element("table", "", element("tr", "", ...head.map((text) => element("th", text))), ...rows);
 }
 
-function bodyOf(operation) {
-  const content = operation.requestBody?.content["application/json"];
-  if (!content) return [];
-  const schema = resolved(content.schema);
+function fieldsOf(schema) {
   const required = new Set(schema.required || []);
   const fields = Object.entries(schema.properties || {});
   fields.sort(([a], [b]) => required.has(b) - required.has(a) || a.localeCompare(b));
   const rows = fields.map(([name, field]) => row(name, typeOf(field), (required.has(name) ? "required. " : "") + (field.description || "")));
-  return [element("h3", "Body"), table(["field", "type", ""], rows)];
+  return table(["field", "type", ""], rows);
+}
+
+// The schemas with fields that a schema names, and those that these name.
+function named(schema, found = new Map()) {
+  for (const [, name] of JSON.stringify(schema).matchAll(/#\/components\/schemas\/(\w+)/g))
+    if (!found.has(name) && schemas[name].properties) named(schemas[name], found.set(name, schemas[name]));
+  return found;
+}
+
+function bodyOf(operation) {
+  const content = operation.requestBody?.content["application/json"];
+  if (!content) return [];
+  const schema = resolved(content.schema);
+  const parts = [...named(schema)].flatMap(([name, part]) => [element("h3", name.replace(/^_/, "")), fieldsOf(part)]);
+  return [element("h3", "Body"), fieldsOf(schema), ...parts];
 }
 
 function entry(path, method, operation) {
@@ -50,7 +65,7 @@ function entry(path, method, operation) {
   content.append(...bodyOf(operation));
   const responses = Object.entries(operation.responses);
   content.append(element("h3", "Responses"), table(["status", "content", ""], responses.map(([status, response]) => row(status, Object.keys(response.content).join(", "), response.description))));
-  if (operation.security) content.append(element("p", "Needs the header Authorization: Bearer KEY."));
+  if (operation.security) content.append(element("p", "Needs the header Authorization: Bearer KEY, or x-api-key: KEY."));
   return element("details", "", summary, content);
 }
 
