@@ -74,12 +74,13 @@ def doctor(
             access = Access(pod_tls(pod_tls_cert, pod_tls_key, pod_tls_ca), ca, api_key)
         except TlsFileError as error:
             fail(str(error), code=2)
-        if gateways:
+        address = gateways[0] if gateways else ""
+        if gateways and targets.fleet_of(address) is None:
             redis = RedisAddress(redis_url, redis_ca_file) if redis_url else None
             addresses = [targets.gateway(address, "grpc") for address in gateways]
             asking: Coroutine[None, None, System] = ask_by_gateways(addresses, access, redis, lookahead or ())
         else:
-            asking = _of_up(state_file, access)
+            asking = _of_up(state_file, address, access)
         findings, examined = asyncio.run(_after(asking))
     shown = [asdict(one) for one in findings]
     typer.echo(json.dumps(shown, indent=2) if as_json else report(findings, examined))
@@ -99,7 +100,7 @@ def _before(path: Path) -> tuple[list[Finding], str]:
         fail(str(error), code=2)
 
 
-def _of_up(state_file: Path | None, access: Access) -> Coroutine[None, None, System]:
+def _of_up(state_file: Path | None, address: str, access: Access) -> Coroutine[None, None, System]:
     from dataclasses import replace
 
     from tandem_service.tls import PodTls, Role, TlsFileError
@@ -110,7 +111,7 @@ def _of_up(state_file: Path | None, access: Access) -> Coroutine[None, None, Sys
     from tandem_cli.up.up_plan import certificate_files
 
     try:
-        record = read_state(state_file) if state_file else fleet_of("")
+        record = read_state(state_file) if state_file else fleet_of(address)
     except (OSError, ValueError) as error:
         fail(f"--state-file {state_file} cannot be read: {error}", code=2)
     if record is None:
