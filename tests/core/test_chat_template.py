@@ -97,13 +97,13 @@ def test_a_file_that_is_no_template_is_named_with_its_line(tmp_path, content, fa
 
 def test_a_file_replaces_the_template_of_the_model(tmp_path):
     path = tmp_path / "own.jinja"
-    path.write_text("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", encoding="utf-8")
+    path.write_text("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", encoding="utf-8-sig")
     folder = make_folder(tmp_path / "model", without_merges(100, SPECIAL), chat_template="{{ messages }}")
     tokenizer = Tokenizer(folder, path)
     assert tokenizer.decode(tokenizer.encode_chat([Message("user", "ab")]), skip_special_tokens=False) == (
         "<|im_start|>ab"
     )
-    assert tokenizer.manifest.chat_template == path.read_text(encoding="utf-8")
+    assert tokenizer.manifest.chat_template == path.read_text(encoding="utf-8-sig")
 
 
 def test_a_model_without_a_template_sends_chat_elsewhere(tmp_path):

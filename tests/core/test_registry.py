@@ -28,5 +28,5 @@ def test_a_model_is_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pytes
     assert registry.find(str(folder)) == registry.resolve(folder) == folder.resolve()
     assert [manifest.name for manifest in registry.list_models()] == ["org/name"]
     assert registry.find("other") is None
-    with pytest.raises(ModelLoadError, match="tandem model pull other"):
+    with pytest.raises(ModelLoadError, match=r"no model 'other' .* stored are: org/name;"):
         registry.resolve("other")

@@ -73,7 +73,7 @@ def test_byte_level_merges_special_tokens_and_the_beginning(tmp_path: Path) -> N
     assert tokenizer.ends == (1, 3, 9)
     # Whole words that are tokens are taken without merges in some kinds only.
     assert GgufTokenizer(bpe(tmp_path / "b.gguf", "gpt-2")).backend.encode("abab").ids == [6, 6]
-    facts = write_tokenizer(tmp_path / "model.gguf", tmp_path)
+    facts = write_tokenizer(tmp_path / "model.gguf", tmp_path, vocab_size=10)
     assert (facts.bos_token, facts.eos_token, facts.eos_token_ids) == ("<|begin|>", "a", (1, 3, 9))
     assert facts.add_bos and (tmp_path / "tokenizer.json").is_file()
 

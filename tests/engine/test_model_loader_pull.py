@@ -81,6 +81,7 @@ def test_a_checkpoint_ends_by_the_same_names_as_a_gguf(home: Path, tmp_path: Pat
         parsed["model"]["vocab"][name] = first + offset
     parsed["model"]["merges"] = []
     path.write_text(json.dumps(parsed))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 300]}')  # no token of the model
     tokenizer = Tokenizer(pull(str(folder)))
     assert tokenizer.manifest.eos_token_ids == (0, 2, first)
     assert tokenizer.decode(range(first, first + 3)) == "<tool_call>"
@@ -157,7 +158,7 @@ def test_an_incomplete_checkpoint_leaves_nothing_behind(
         pull(str(broken))
     assert list_models() == []
     assert list((home / "models").iterdir()) == []
-    with pytest.raises(ModelLoadError, match="tandem model pull broken"):
+    with pytest.raises(ModelLoadError, match="there is no model 'broken'"):
         resolve("broken")
 
 

@@ -133,7 +133,7 @@ class ChatTemplate:
         try:
             with path.open("rb") as file:
                 content = file.read(MAX_TEMPLATE_BYTES + 1)
-            source = content.decode()
+            source = content.decode("utf-8-sig")
         except (OSError, ValueError) as error:
             refuse(f"cannot be read as UTF-8 text ({error})", error)
         if len(content) > MAX_TEMPLATE_BYTES:

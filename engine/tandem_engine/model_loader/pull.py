@@ -116,7 +116,7 @@ def complete(folder: Path) -> None:
         contextlib.suppress(ModelLoadError, OSError),
         tempfile.TemporaryDirectory(prefix=".", dir=folder) as fresh,
     ):
-        tokenizer = write_tokenizer(source, Path(fresh))
+        tokenizer = write_tokenizer(source, Path(fresh), manifest.vocab_size)
         sampling = _sampling(manifest.source, source)
         (Path(fresh) / "tokenizer.json").replace(folder / "tokenizer.json")
         replace(
@@ -332,7 +332,7 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
     (fresh / "config.json").write_text(text, encoding="utf-8")
     config = ModelConfig.from_folder(fresh)
     report("reading the tokenizer", 0, 0)
-    tokenizer = write_tokenizer(checkpoint, fresh)
+    tokenizer = write_tokenizer(checkpoint, fresh, config.vocab_size)
     inside = weights.is_relative_to(fresh)
     ModelManifest(
         name=origin.name,

@@ -7,7 +7,7 @@ manifest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem_core.errors import ModelLoadError
@@ -30,8 +30,15 @@ class TokenizerFacts:
     tokenizer_hash: str
 
 
-def write_tokenizer(source: Path, folder: Path) -> TokenizerFacts:
-    """Write folder/tokenizer.json from a checkpoint folder or a GGUF file. Raises ModelLoadError."""
+def write_tokenizer(source: Path, folder: Path, vocab_size: int) -> TokenizerFacts:
+    """Write folder/tokenizer.json from a checkpoint folder or a GGUF file. `vocab_size`: the model's. Raises
+    ModelLoadError."""
+    facts = _write(source, folder)
+    # Tokenizers and configs may name tokens that the model cannot generate.
+    return replace(facts, eos_token_ids=tuple(n for n in facts.eos_token_ids if n < vocab_size))
+
+
+def _write(source: Path, folder: Path) -> TokenizerFacts:
     if source.suffix == ".gguf":
         return _from_gguf(source, folder)
     from transformers import AutoTokenizer  # seconds to import, and only this function needs it
