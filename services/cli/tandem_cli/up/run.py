@@ -191,7 +191,7 @@ def banner(options: FleetOptions, model_name: str) -> str:
     is_in_path = Path(shutil.which("tandem") or "").resolve() == program.resolve()
     chat, curl = ("tandem" if is_in_path else shlex.quote(str(program))) + " chat", "curl"
     if options.grpc_port != FleetOptions.grpc_port or options.serves_tls:
-        chat += f" --target {'https://' * options.serves_tls}{grpc_target}"
+        chat += " --target " + shlex.quote("https://" * options.serves_tls + grpc_target)
     url = f"http{'s' * options.serves_tls}://{http_target}"
     certificate = next((flag.value for flag in options.pod_flags if flag.flag == "tls-cert"), "")
     if options.serves_tls:
@@ -210,7 +210,7 @@ def banner(options: FleetOptions, model_name: str) -> str:
 
 {export}  {chat}
 
-  {curl} {url}/v1/chat/completions \\
+  {curl} {shlex.quote(f"{url}/v1/chat/completions")} \\
     -H 'Content-Type: application/json'{header} \\
     -d '{{"model": "{model_name}", "temperature": 0,
          "messages": [{{"role": "user", "content": "What is 2+2?"}}]}}'
