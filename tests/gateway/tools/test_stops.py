@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import openai
 import pytest
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser
 from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2
@@ -30,7 +29,9 @@ CALLS = {
 
 def parsed(tool_format: str, text: str, end: str, **form: object) -> tuple[AnswerParser, AnswerDelta]:
     parser = AnswerParser(
-        answers_pb2.AnswerForm(tool_format=tool_format, tool_names=["find"], **form), seed="s"
+        answers_pb2.AnswerForm(tool_format=tool_format, tool_names=["find"], **form),
+        seed="s",
+        has_stops=end != "end token",
     )
     return parser, parser.push(text) + parser.finish(ENDS[end])
 
@@ -45,10 +46,9 @@ def test_markup_is_no_content_wherever_an_answer_is_cut(tool_format: str, before
     for length in range(2, len(call) + 1):
         parser, answer = parsed(tool_format, before + call[:length], end)
         assert answer.content.strip() == before.strip(), call[:length]
-        assert bool(answer.calls) == (length >= num_begun), call[:length]
-        is_complete = length >= num_complete
-        assert parser.ends_with_calls == (is_complete and end != "limit"), call[:length]
-        assert (parser.cut_call is not None) == (num_begun <= length < num_complete and end != "limit")
+        num_shown = num_begun if end == "limit" else num_complete
+        assert bool(answer.calls) == (length >= num_shown), call[:length]
+        assert parser.ends_with_calls == (length >= num_complete and end != "limit"), call[:length]
 
 
 @pytest.mark.parametrize("end", CUTS)
@@ -71,7 +71,7 @@ def test_what_the_model_itself_leaves_unfinished_is_shown() -> None:
 
 def test_a_call_before_the_one_that_is_cut_stays() -> None:
     parser, answer = parsed("hermes", f"{CALLS['hermes']}\n{CALLS['hermes'][:50]}", "stop")
-    assert (len(answer.calls), parser.cut_call, parser.ends_with_calls) == (2, 1, False)
+    assert ([call.index for call in answer.calls], parser.ends_with_calls) == ([0], False)
 
 
 WORDS = ("I look. ", '<tool_call>\n{"name": "find", "argu', 'ments": {"city": "')
@@ -110,6 +110,7 @@ async def test_a_chat_stops_within_a_call(front):
     choices = [chunk.choices[0] async for chunk in stream if chunk.choices]
     assert choices[-1].finish_reason == "stop"
     assert "".join(choice.delta.content or "" for choice in choices).strip() == "I look."
+    assert not any(choice.delta.tool_calls for choice in choices)
 
 
 async def test_a_message_stops_within_a_call(front):
@@ -121,6 +122,7 @@ async def test_a_message_stops_within_a_call(front):
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
     (ending,) = [event["delta"] for event in events if event["type"] == "message_delta"]
     assert ending == {"stop_reason": "stop_sequence", "stop_sequence": "Paris"}
+    assert [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"] == ["text"]
     texts = [event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta"]
     assert "".join(texts).strip() == "I look."
 
@@ -130,12 +132,9 @@ async def test_a_response_stops_within_a_call(front):
     tools = [{"type": "function", "name": "find", "parameters": PARAMETERS, "strict": False}]
     asked = {"model": "tiny-chat", "input": "Where?", "tools": tools, "extra_body": {"stop": ["Paris"]}}
     whole = await started.openai.responses.create(**asked)
-    assert [item.type for item in whole.output] == ["message"]
     *_, last = [event async for event in await started.openai.responses.create(**asked, stream=True)]
-    assert [(item.type, item.status) for item in last.response.output] == [
-        ("message", "completed"),
-        ("function_call", "incomplete"),
-    ]
+    for response in (whole, last.response):
+        assert [(item.type, item.status) for item in response.output] == [("message", "completed")]
 
 
 async def test_a_call_cut_by_the_limit_shows_no_markup(front):
@@ -155,10 +154,11 @@ async def test_stops_do_not_cut_a_required_call(front, choice):
     assert list(started.pod.requests[-1].sampling.stop) == ["Paris"]
 
 
-async def test_openais_client_finds_the_call_before_a_stop(front):
-    words = ('<tool_call>\n{"name": "find", "arguments": {"city": "Paris"}}',)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_before_a_stop_is_shown(front, stream):
+    words = ('<tool_call>\n{"name": "find", "argum', 'ents": {"city": "Pa', 'ris"}}')
     started = await front(words=words, stop_reason="</tool_call>")
-    answer: openai.types.chat.ChatCompletion = await started.openai.chat.completions.create(
-        model="tiny-chat", **{**CHAT, "stop": ["</tool_call>"]}
-    )
-    assert answer.choices[0].finish_reason == "tool_calls"
+    body = {**CHAT, "stop": ["</tool_call>"], "stream": stream}
+    text = (await started.http.post("/v1/chat/completions", json=body)).text
+    assert '"finish_reason":"tool_calls"' in text
+    assert r'"arguments":"{\"city\": \"Paris\"}"' in text, "in one piece"

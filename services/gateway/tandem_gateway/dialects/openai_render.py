@@ -230,12 +230,9 @@ class Renderer(ABC):
     def _whole_choice(self, index: int, choice: _Choice) -> Json:
         text = self._echoed_text(choice.number) + "".join(chunk.text for chunk in choice.chunks)
         parser = self._parsers[choice.number]
-        part = parser.push(text) + parser.finish(choice.end)
-        # A stream has shown the beginning of a call that a stop cuts; here it is left out.
-        part.calls = [call for call in part.calls if call.index != parser.cut_call]
         body: dict[str, JsonValue] = {
             "index": index,
-            **self._whole_part(part),
+            **self._whole_part(parser.push(text) + parser.finish(choice.end)),
             "logprobs": self._logprobs(choice.number, choice.logprobs, is_first=True),
             "finish_reason": self._finish_reason(choice.end),
             "stop_reason": self._stop_reason(choice.end),

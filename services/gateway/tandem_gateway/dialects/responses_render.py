@@ -198,8 +198,7 @@ class ResponsesRenderer(TypedEventsRenderer):
                 self._of_item(f"{_TEXT_EVENTS[item.kind]}.done", item, more),
                 self._of_item("response.content_part.done", item, part),
             ]
-        is_cut = self._finished_by == "length" or (item.kind in _CALLS and self._finished_by == "stop")
-        shown = item.shown("incomplete" if is_cut else "completed")
+        shown = item.shown("incomplete" if self._finished_by == "length" else "completed")
         self._output.append(shown)
         return [
             *events,

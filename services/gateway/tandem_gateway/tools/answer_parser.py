@@ -53,8 +53,10 @@ class AnswerDelta:
 
 def parsers_of(record: answers_pb2.AnswerRecord) -> list[AnswerParser]:
     """The parsers of an answer's choices, by number."""
+    sampling = record.request.sampling
+    has_stops = bool(sampling.stop or sampling.stop_token_ids)
     return [
-        AnswerParser(record.form, seed=f"{record.id}-{choice}" if choice else record.id)
+        AnswerParser(record.form, seed=f"{record.id}-{choice}" if choice else record.id, has_stops=has_stops)
         for choice in range(num_choices_of(record))
     ]
 
@@ -62,8 +64,11 @@ def parsers_of(record: answers_pb2.AnswerRecord) -> list[AnswerParser]:
 class AnswerParser:
     """Parses one choice. `seed` determines the ids of calls, which are equal for all readers of an answer."""
 
-    def __init__(self, form: answers_pb2.AnswerForm, seed: str) -> None:
+    def __init__(self, form: answers_pb2.AnswerForm, seed: str, *, has_stops: bool = False) -> None:
+        """`has_stops`: the caller's stops may cut a call, which must not be executed then, so calls are shown
+        when they are complete."""
         self._seed = seed
+        self._has_stops = has_stops
         self._is_single = form.single_call
         tool_format = FORMATS.get(form.tool_format)
         self._has_short_ids = tool_format is not None and tool_format.has_short_ids
@@ -75,10 +80,8 @@ class AnswerParser:
             )
         self._reasoning = ReasoningSplitter(is_inside=form.starts_in_reasoning) if form.reasoning else None
         self._num_calls = 0
-        #: Known after `finish`. Whether the answer ends with calls, which the client executes; and the number
-        #: of a shown call that a stop of the caller has cut.
+        #: Whether the answer ends with calls, which the client executes; known after `finish`.
         self.ends_with_calls = False
-        self.cut_call: int | None = None
         #: What the next delta gets; calls with the parts of their arguments.
         self._content: list[str] = []
         self._new_calls: list[tuple[CallDelta, list[str]]] = []
@@ -93,20 +96,22 @@ class AnswerParser:
     def finish(self, end: decode_pb2.DecodeFinished) -> AnswerDelta:
         """Returns text held back so far. Call it once, after the last text.
 
-        A stop of the caller inside of a call is a stop: the call must not be executed. Parts of a call's
-        markup that a stop or the token limit has cut are no content.
+        A call that a stop of the caller has cut is left out, and its markup, as cut by a stop or the token
+        limit, is no content.
         """
         reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.finish()
             self._push_rest(text)
         is_stop = bool(end.stop_reason) or end.HasField("stop_token_id")
-        if self._calls is not None:
-            if is_stop and self._calls.is_in_call and self._is_shown:
-                self.cut_call = self._num_calls - 1
+        is_cut_call = is_stop and self._is_in_shown_call
+        if is_cut_call:
+            self._new_calls = [call for call in self._new_calls if call[0].index != self._num_calls - 1]
+        elif self._calls is not None:
             self._calls.finish(is_cut=is_stop or end.reason == common_pb2.FINISH_REASON_LENGTH)
         is_at_end = end.reason == common_pb2.FINISH_REASON_STOP
-        self.ends_with_calls = self._num_calls > 0 and is_at_end and self.cut_call is None
+        self.ends_with_calls = self._num_calls > 0 and is_at_end and not is_cut_call
+        self._has_stops = False
         return self._taken(reasoning)
 
     def content(self, text: str) -> None:
@@ -127,6 +132,10 @@ class AnswerParser:
         self._new_calls[-1][1].append(text)
 
     @property
+    def _is_in_shown_call(self) -> bool:
+        return self._calls is not None and self._calls.is_in_call and self._is_shown
+
+    @property
     def _is_shown(self) -> bool:
         return self._num_calls == 1 or not self._is_single
 
@@ -141,7 +150,9 @@ class AnswerParser:
         return digest[:9] if self._has_short_ids else f"call_{digest[:24]}"
 
     def _taken(self, reasoning: str) -> AnswerDelta:
-        calls = [replace(call, arguments="".join(parts)) for call, parts in self._new_calls]
+        held = self._new_calls[-1:] if self._has_stops and self._is_in_shown_call else []
+        new = self._new_calls[: len(self._new_calls) - len(held)]
+        calls = [replace(call, arguments="".join(parts)) for call, parts in new]
         delta = AnswerDelta("".join(self._content), reasoning, calls)
-        self._content, self._new_calls = [], []
+        self._content, self._new_calls = [], held
         return delta
