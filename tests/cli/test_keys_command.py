@@ -49,7 +49,7 @@ def test_the_first_fault_of_a_file_is_named(tmp_path: Path) -> None:
         ({"key_sha256": "0" * 64, "tenant": "a", "weight": 0}, "weight: must be more than 0"),
         (
             {"key_sha256": "0" * 64, "tenant": "a", "max_requests": 1.5},
-            "max_requests: must be a whole number",
+            "max_requests: must be an integer",
         ),
     ):
         file.write_text(json.dumps(fields))

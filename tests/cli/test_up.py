@@ -196,8 +196,8 @@ def test_a_fleet_that_cannot_start_names_the_reason_and_leaves_no_process(instal
     [
         (("--set", "gateway.maxqueue=5"), "--set gateway.maxqueue=5: .* did you mean gateway.max-queue?"),
         (("--set", "decode.max_batc=5"), "--set decode.max_batc=5: .* did you mean decode.max-batch?"),
-        (("--set", "gateway.max-queue=some"), "--set gateway.max-queue=some: .* must be a whole number"),
-        (("--set", "lookahead.min-requests=0"), "--set lookahead.min-requests=0: .* must be 1 or more"),
+        (("--set", "gateway.max-queue=some"), "--set gateway.max-queue=some: .* must be an integer"),
+        (("--set", "lookahead.min-requests=0"), "--set lookahead.min-requests=0: .* must be at least 1"),
         (("--max-model-len", "9000000"), "--max-model-len 9000000: m has a context of"),
         (("--api-keys-file", "{bad}"), "bad:1: tenent: is unknown; did you mean tenant\\?"),
         (("--set", "gateway.slo-classes-file={bad}"), "bad: .*give 1 to 16 classes like"),

@@ -46,10 +46,10 @@ def test_a_list_of_targets_is_one_flag():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--max-queue", "many"], ["--max-queue", "TANDEM_MAX_QUEUE", "'many'", "a whole number"]),
+        (["--max-queue", "many"], ["--max-queue", "TANDEM_MAX_QUEUE", "'many'", "an integer"]),
         (["--port", "70000"], ["--port", "65535"]),
         (["--prefill", "nowhere"], ["--prefill", "'nowhere'", "host:port"]),
-        (["--drain-s", "-1"], ["--drain-s", "0 or more"]),
+        (["--drain-s", "-1"], ["--drain-s", "at least 0"]),
         (["--log-level", "loud"], ["--log-level", "'info'"]),
         (["--no-such-flag", "1"], ["--no-such-flag"]),
     ],

@@ -18,6 +18,7 @@ from tandem_core.guide import Guide
 from tandem_core.model.conversation import ChatOptions, Message, Turn
 from tandem_core.sampling import SamplingParams
 from tandem_proto.v1 import answers_pb2
+from tandem_service.validation import reason
 
 from tandem_gateway.dialects.fields import CHAT, COMPLETION, FieldTable, Ignored, shown
 from tandem_gateway.dialects.openai_guides import ResponseFormat, StructuredOutputs, only_guide
@@ -454,7 +455,7 @@ def _invalid_body(error: ValidationError) -> InvalidRequestError:
             field += f".{part}" if field else part
     if first["type"] == "missing":
         return InvalidRequestError(field, "is required; add it")
-    return InvalidRequestError(field or "body", f"is {shown(first['input'])}: {first['msg']}")
+    return InvalidRequestError(field or "body", f"is {shown(first['input'])}: {reason(first)}")
 
 
 def _token_ids_as_keys(logit_bias: Mapping[str, float]) -> Mapping[int, float]:
