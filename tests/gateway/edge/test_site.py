@@ -1,10 +1,13 @@
 """The gateway's pages for people, programs and probes, and its answers to other origins."""
 
 import re
+from urllib.parse import urljoin
 
+import chromium
 import pytest
 from tandem_gateway.edge.site.openapi import ROUTES
 from tandem_gateway.settings import GatewaySettings
+from waiting import until_async
 
 
 @pytest.fixture
@@ -22,8 +25,30 @@ async def test_the_page_names_the_model_and_its_links_work(front):
     assert {"docs", "openapi.json", "dashboard/", "site/style.css", "site/docs.js"} <= set(links)
     for link in set(links) - {"data:,"}:
         assert ":" not in link, "nothing is loaded from elsewhere"
-        assert (await front.http.get(f"/{link}")).status_code == 200, link
+        assert (await front.http.get(urljoin("/", link))).status_code == 200, link
     assert (await front.http.get("/site/../settings.py")).status_code == 404
+
+
+async def test_the_page_asks_for_a_key_where_one_is_needed(front, pods, gateway, keys_file):
+    with_keys = await gateway(await pods(), api_keys_file=keys_file)
+    for one, key, is_hidden in ((front, "none", True), (with_keys, "KEY", False)):
+        page = (await one.http.get("/")).text
+        assert re.search(r"\{[A-Z_]+\}", page) is None, "each placeholder has its text"
+        assert f'api_key="{key}"' in page and ("Bearer KEY" in page) is not is_hidden
+        assert ("<label hidden>" in page) is is_hidden
+
+
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium is on PATH; Debian's package is chromium")
+async def test_the_page_streams_an_answer_and_shows_its_receipt(front, tmp_path):
+    async with chromium.open_page(tmp_path / "profile") as page:
+        await page.go_to(front.url)
+        await page.evaluate("document.querySelector('#try button').click()")
+
+        async def is_answered() -> bool:
+            return "TTFT" in await page.evaluate("document.querySelector('#receipt').textContent")
+
+        await until_async(is_answered)
+        assert await page.evaluate("document.querySelector('#answer').textContent") == "Hello there!"
 
 
 async def test_the_document_lists_every_route_and_the_fields_of_bodies(front):

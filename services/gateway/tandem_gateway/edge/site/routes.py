@@ -23,6 +23,8 @@ def site_routes(*, model: str, max_model_len: int, requires_keys: bool) -> list[
         "CONTEXT": f"{max_model_len:,}",
         "VERSION": tandem_version,
         "KEY": " -H 'Authorization: Bearer KEY'" if requires_keys else "",
+        "API_KEY": "KEY" if requires_keys else "none",
+        "KEY_HIDDEN": "" if requires_keys else "hidden",
     }
     index, index_type = files["index.html"]
     for name, text in texts.items():
