@@ -557,3 +557,18 @@ async def test_a_line_per_request_is_for_collectors_and_for_debugging(pods, gate
         assert (await front.http.post("/v1/chat/completions", json={"messages": []})).is_client_error
     lines = [(entry["log_level"], entry["outcome"]) for entry in logs if entry["event"] == "request"]
     assert lines == [(level, "ok"), (level, "invalid")]
+
+
+async def test_an_answer_that_is_too_large_to_be_sent_whole_must_be_streamed(pods, gateway, monkeypatch):
+    """45,000 tokens with 20 log probabilities each took a gigabyte as JSON objects."""
+    front = await gateway(await pods(words=(" word",) * 64))
+    body = {"messages": USER, "logprobs": True, "top_logprobs": 2, "max_tokens": 64}
+    small = await front.http.post(CHAT, json=body)
+    for name, limit in (("_INLINE_BYTES", 100), ("_LARGE_BYTES", 200)):
+        monkeypatch.setattr(f"tandem_gateway.edge.openai_api.{name}", limit)
+        assert (await front.http.post(CHAT, json=body)).json()["choices"] == small.json()["choices"]
+    monkeypatch.setattr("tandem_gateway.edge.openai_api._MAX_WHOLE_BYTES", 1000)
+    refused = await front.http.post(CHAT, json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
+    streamed = await front.http.post(CHAT, json={**body, "stream": True})
+    assert streamed.status_code == 200 and streamed.text.count("word") >= 64

@@ -21,7 +21,12 @@ SSE_DONE = b"data: [DONE]\n\n"
 def json_bytes(value: object, *, in_steps: bool = False) -> bytes:
     """Encodes JSON on one line; `in_steps`: in many short calls of the encoder, so that other threads run in
     between."""
-    return "".join(_parts(value) if in_steps else [_encoded(value)]).encode()
+    if not in_steps:
+        return _encoded(value).encode()
+    encoded = bytearray()
+    for part in _parts(value):
+        encoded += part.encode()
+    return bytes(encoded)
 
 
 def _encoded(value: object) -> str:

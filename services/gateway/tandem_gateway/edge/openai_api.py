@@ -18,6 +18,7 @@ import hashlib
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from functools import partial
 from typing import TypeAlias
@@ -34,6 +35,7 @@ from tandem_service.tasks import end_tasks
 
 from tandem_gateway.admission.quotas import OpenCalls
 from tandem_gateway.answers.answer import Answer, Sent
+from tandem_gateway.answers.answer_store import decode_event
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller, authorization
 from tandem_gateway.call.gateway import MAX_MESSAGES, Gateway
@@ -67,6 +69,12 @@ _SLO_HEADERS = (_SLO_CLASS, _SLO_TTFT, _SLO_TPOT, _SLO_E2E, _SLO_STRICT)
 #: stream.
 _POD_REFUSES_S = 0.25
 _MAX_OBJECTIVE_MS = LONGEST_OBJECTIVE_S * 1000
+#: Limit on the events of an answer that is not streamed. As JSON objects they take forty times as much, with
+#: 20 log probabilities each.
+_MAX_WHOLE_BYTES = 8 << 20
+#: Larger answers are rendered in a thread, and beyond the second limit one at a time.
+_INLINE_BYTES, _LARGE_BYTES = 16 * 1024, 1 << 20
+_LARGE = ThreadPoolExecutor(1, "large-answer")
 
 
 class OpenAiApi:
@@ -143,7 +151,7 @@ class OpenAiApi:
             )
             events = await held.enter_async_context(aclosing(self._answers.read(answer, position)))
             if not is_streamed:
-                return await until_disconnect(request.receive, _whole(events, renderer))
+                return await until_disconnect(request.receive, _whole(answer, events, renderer))
             first = asyncio.create_task(_first_new(events, renderer))
             held.push_async_callback(end_tasks, [first])
             await until_disconnect(request.receive, _decided(first, answer))
@@ -243,12 +251,27 @@ def _naming(*names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-async def _whole(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Response:
+async def _whole(answer: Answer, events: AsyncGenerator[Sent, None], renderer: Renderer) -> Response:
+    """Raises InvalidRequestError for an answer that would take too much memory as one object."""
+    num_bytes = 0
     async with aclosing(events):
-        collected = [sent.event async for sent in events]
-    if not renderer.is_large(collected):
-        return JSONResponse(renderer.whole(collected))
-    data = await asyncio.to_thread(lambda: json_bytes(renderer.whole(collected), in_steps=True))
+        async for sent in events:
+            num_bytes += sent.event.ByteSize()
+            if num_bytes > _MAX_WHOLE_BYTES:
+                raise InvalidRequestError(
+                    "stream",
+                    f"must be true: the answer, with its log probabilities, is over {_MAX_WHOLE_BYTES >> 20} "
+                    "MiB, the limit of one that is sent whole; or ask for fewer tokens, choices or logprobs",
+                )
+
+    def render() -> bytes:
+        collected = list(map(decode_event, answer.events))
+        return json_bytes(renderer.whole(collected), in_steps=num_bytes > _INLINE_BYTES)
+
+    if num_bytes <= _INLINE_BYTES:
+        return Response(render(), media_type=JSONResponse.media_type)
+    thread = _LARGE if num_bytes > _LARGE_BYTES else None
+    data = await asyncio.get_running_loop().run_in_executor(thread, render)
     return Response(data, media_type=JSONResponse.media_type)
 
 
