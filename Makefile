@@ -28,7 +28,7 @@ TEST ?=
 # Checks of mypy that benchmarks need not pass: they concern missing or imprecise annotations.
 LENIENT := misc no-untyped-call no-any-return untyped-decorator var-annotated import-not-found import-untyped union-attr index assignment
 
-.PHONY: help venv serve test test-all bench-engine bench-slo bench-kernels bench-gpu observe observability lint format types imports proto proto-check buf check clean
+.PHONY: help venv serve test test-all clients bench-engine bench-slo bench-kernels bench-gpu observe observability lint format types imports proto proto-check buf check clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -75,6 +75,10 @@ test: $(VENV)/.dev ## Run the tests that need neither a GPU nor patience
 
 test-all: $(VENV)/.dev ## Run all tests, the slow sweeps too
 	$(call pytest,)
+
+clients: $(VENV)/.dev ## Run all clients of docs/clients.md, and write its table (first: gigabytes of packages)
+	$(BIN)/python -P -m pytest $(TEST) tests/clients -k works
+	$(BIN)/python tests/helpers/client_page.py
 
 bench-engine: $(VENV)/.dev ## TTFT, TPOT and step times beside other systems (BENCH="--quick": minutes)
 	$(BIN)/python benchmarks/engine_step.py --out $(RESULTS)/engine-step.md $(STEP)

@@ -1,15 +1,14 @@
 """One system for all clients: a decode pod with a random model and a gateway, in a thread of this process.
 
-The model knows every byte and a chat template; its answers are nonsense of as many tokens as are asked
-for. docs/clients.md has a column for each file here.
+The gateway has the settings of `tandem up`. The model knows every byte and a chat template; its answers are
+nonsense, and what a grammar holds it to is right.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,18 +26,8 @@ _CHATML = (
     "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _START_LIMIT_S = 120.0
-
-
-@dataclass(frozen=True)
-class System:
-    url: str
-    grpc_url: str
-    model: str
-
-    @property
-    def base_url(self) -> str:
-        """Of OpenAI's clients."""
-        return f"{self.url}/v1"
+#: Codex sends 40 kB, and each byte is a token here.
+CONTEXT = 65536
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +35,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=320, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("checkpoints") / "random-chat"
     save_checkpoint(
@@ -60,30 +49,25 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return model_loader.pull(str(folder))
 
 
-# Not for the session: its calls would be in the logs that later tests of the same process read.
 @pytest.fixture(scope="module")
-def system(chat_model: Path) -> Iterator[System]:
+def system(chat_model: Path) -> Iterator[Mapping[str, str]]:
+    """What `client_programs.run` tells the programs."""
     started, stop = threading.Event(), asyncio.Event()
-    found: list[System] = []
+    found: dict[str, str] = {"MODEL": chat_model.name, "MODEL_FOLDER": str(chat_model)}
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:
-        decode = DecodeSettings(model=chat_model, pod_id="d0", speculation="local", **SIZES)
+        sizes = SIZES | {"num_blocks": 4 * CONTEXT // SIZES["block_size"], "chunk_size": 512}
+        decode = DecodeSettings(model=chat_model, pod_id="d0", speculation="local", **sizes)
         async with open_pod(decode) as pod:
             settings = GatewaySettings(
-                model=chat_model, decode=f"127.0.0.1:{pod.port}", grpc_port=0, http_port=0, drain_s=0.0,
-                poll_interval_s=0.1, slo_slack=0.0,
-            )  # fmt: skip
+                model=chat_model, decode=f"127.0.0.1:{pod.port}", grpc_port=0, http_port=0, drain_s=0.0
+            )
             gateway = GatewayProcess(settings)
             await gateway.start()
             try:
-                found.append(
-                    System(
-                        f"http://127.0.0.1:{gateway.http_port}",
-                        f"http://127.0.0.1:{gateway.grpc_port}",
-                        chat_model.name,
-                    )
-                )
+                found["URL"] = f"http://127.0.0.1:{gateway.http_port}"
+                found["GRPC_URL"] = f"http://127.0.0.1:{gateway.grpc_port}"
                 started.set()
                 await stop.wait()
             finally:
@@ -92,6 +76,6 @@ def system(chat_model: Path) -> Iterator[System]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()
     assert started.wait(_START_LIMIT_S), "the system does not start"
-    yield found[0]
+    yield found
     loop.call_soon_threadsafe(stop.set)
     thread.join(_START_LIMIT_S)
