@@ -62,7 +62,9 @@ class ChatOptions:
     target: TargetOption = ""
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None
     temperature: TemperatureOption = None
-    max_tokens: MaxTokensOption = 512
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens per answer; unset: until the context ends.")
+    ] = None
     seed: SeedOption = None
     slo_class: Annotated[str, typer.Option(help="SLO class; default: the gateway's.")] = ""
     speculation: Annotated[

@@ -62,7 +62,7 @@ async def test_the_page_shows_the_numbers_of_the_samples(pods, gateway, browser)
     page = await browser(f"{front.url}/dashboard")
     await until_page(page, "document.querySelectorAll('#requests tbody tr').length === 3")
     row = await page.evaluate(cells("classes", 0))
-    assert row[0] == "interactive"
+    assert row[0] == "standard"
     assert row[5:] == ["100 %", "0.0", "0.0", "0"]
     assert (await page.evaluate(cells("drafts", 0)))[:4] == ["prompt", "9", "6", "66.7 %"]
     assert (await page.evaluate(cells("pods", 0)))[:3] == ["d-0", "decode", "healthy"]
