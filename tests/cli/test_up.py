@@ -21,6 +21,7 @@ import pytest
 from model_folders import make_folder
 from processes import is_alive
 from tandem_cli.models import note_prepared
+from tandem_cli.targets import running
 from tandem_cli.up import health
 from tandem_cli.up.state_file import FleetRecord, read_state
 from tandem_cli.up.supervisor import Health
@@ -250,9 +251,14 @@ def test_a_fleet_restarts_pods_when_its_state_cannot_be_written(installation: Pa
         assert fleet.process.wait(30) == 0
 
 
-def test_nothing_outlives_a_killed_fleet(installation: Path) -> None:
+def test_nothing_outlives_a_killed_fleet_and_no_command_finds_it(
+    installation: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with up(installation) as fleet:
         pids = [pod.pid for pod in fleet.wait_for(lambda state: state.ready).pods]
+        monkeypatch.setenv("TANDEM_HOME", str(fleet.state_path.parents[1]))
+        assert list(running()) == [fleet.state_path]
         fleet.process.kill()
         fleet.process.wait()
+        assert fleet.state_path.exists() and not running()
         wait_until(lambda: not any(pid is not None and is_alive(pid) for pid in pids))
