@@ -23,8 +23,10 @@ from processes import is_alive
 from tandem_cli.models import note_prepared
 from tandem_cli.targets import running
 from tandem_cli.up import health
+from tandem_cli.up.options import FleetOptions
 from tandem_cli.up.state_file import FleetRecord, read_state
 from tandem_cli.up.supervisor import Health
+from tandem_cli.up.up_plan import PortInUseError, check_ports, plan_fleet
 from waiting import wait_until
 
 POD = """#!{python}
@@ -258,6 +260,9 @@ def test_nothing_outlives_a_killed_fleet_and_no_command_finds_it(
         pids = [pod.pid for pod in fleet.wait_for(lambda state: state.ready).pods]
         monkeypatch.setenv("TANDEM_HOME", str(fleet.state_path.parents[1]))
         assert list(running()) == [fleet.state_path]
+        port = fleet.state().pods[0].ports["grpc"]  # type: ignore[union-attr]
+        with pytest.raises(PortInUseError, match=rf"`tandem up` \(process {fleet.process.pid}\) that"):
+            check_ports(plan_fleet(FleetOptions(model_dir=Path("m"), grpc_port=port)), "127.0.0.1")
         fleet.process.kill()
         fleet.process.wait()
         assert fleet.state_path.exists() and not running()

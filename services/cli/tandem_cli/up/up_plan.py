@@ -226,6 +226,8 @@ def check_settings(options: FleetOptions, plan: ProcessPlan) -> None:
 
 def check_ports(plan: ProcessPlan, host: str) -> None:
     """Raises PortInUseError for the first port that cannot be used, OptionError for the host."""
+    from tandem_cli.targets import running
+
     for spec in plan.processes:
         for purpose, port in spec.ports.items():
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -241,9 +243,11 @@ def check_ports(plan: ProcessPlan, host: str) -> None:
                         ) from None
                     is_own = spec.role == "gateway" and purpose != "metrics"
                     flag = f"--{purpose}-port" if is_own else "--base-port"
+                    owners = [one.supervisor_pid for one in running().values() if one.has_port(str(port))]
+                    owner = f"`tandem up` (process {owners[0]})" if owners else "process"
                     raise PortInUseError(
                         f"port {port} on {host}, wanted for {spec.name} ({purpose}), cannot be used: "
-                        f"{error.strerror}. Stop the process that uses it, or choose another with {flag}."
+                        f"{error.strerror}. Stop the {owner} that uses it, or choose another with {flag}."
                     ) from None
 
 
