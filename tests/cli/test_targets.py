@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 from fake_gateway import Answer, FakeGateway
+from fake_openai import FakeOpenAI
 from tandem_cli import targets
 from tandem_cli.main import app
 from tandem_cli.up.state_file import FleetRecord, PodRecord, StateFile
@@ -120,6 +121,15 @@ def test_a_system_that_does_not_answer_is_the_first_that_is_said(silent, argumen
     result = CliRunner().invoke(app, arguments, input="a question that is not asked\n")
     assert result.exit_code in (1, 2)
     assert " ".join(result.output.split()).startswith(f"error: {words}")
+
+
+def test_the_wrong_port_of_another_machine_is_named(register) -> None:
+    with FakeGateway(Answer()).serving() as gateway, FakeOpenAI().serving() as server:
+        for arguments in (("top", "--once"), ("bench", "serve", "--rate", "1", "--transport", "http")):
+            result = CliRunner().invoke(app, [*arguments, "--target", gateway.target])
+            assert "is a gRPC port; give the gateway's HTTP port" in " ".join(result.output.split())
+        result = CliRunner().invoke(app, ["chat", "--target", server.url])
+        assert "is an HTTP port; give the gateway's gRPC port" in " ".join(result.output.split())
 
 
 def test_chat_finds_the_system_and_asks_it(register) -> None:

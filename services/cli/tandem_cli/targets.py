@@ -128,6 +128,11 @@ def unreachable(address: str, details: str) -> str:
     """A sentence for an address where no gateway answers."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
         return f"the certificate of {address} is not trusted; name a file of its authorities with --ca"
+    # What httpx says about a frame of HTTP/2, and gRPC about an answer of HTTP/1.
+    if "illegal request line" in details:
+        return f"{address} is a gRPC port; give the gateway's HTTP port with --target, by default 8000"
+    if "http1.x" in details or "Expected SETTINGS frame" in details:
+        return f"{address} is an HTTP port; give the gateway's gRPC port with --target, by default 20051"
     cause = details.rpartition(": ")[2]
     return f"no gateway answers at {address} ({cause}); start `tandem up`, or give another --target"
 
@@ -140,8 +145,6 @@ def explain(error: grpc.RpcError, target: str) -> str:
     code, details = error.code(), error.details() or ""
     # The gateway sends metadata at once; if there is some, the gateway is reachable and a pod is not.
     if code is grpc.StatusCode.UNAVAILABLE and not error.initial_metadata():
-        if "http1.x" in details:
-            return f"{target} is an HTTP port; give the gateway's gRPC port with --target, by default 20051"
         return unreachable(target, details)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return f"{details} (--api-key, or TANDEM_API_KEY)"
