@@ -147,7 +147,8 @@ def rewrite(schema: object) -> None:
             continue
         for keyword in [name for name, value in part.items() if value is None and name not in MAY_BE_NULL]:
             del part[keyword]
-        if part.pop("uniqueItems", False) is True and (most := _num_values(found.child("items"))):
+        most = 0 if "prefixItems" in part else _num_values(found.child("items"))
+        if part.pop("uniqueItems", False) is True and most:
             part["maxItems"] = min(part.get("maxItems", most), most)
         for keyword in _COUNTS:
             if isinstance(count := part.get(keyword), float) and count.is_integer():

@@ -103,6 +103,24 @@ def test_every_field_of_the_sdks_is_accepted_or_refused_for_a_reason(api: str) -
     assert not unused, "no sample is refused for this reason any more"
 
 
+#: Fields of Anthropic's SDK 2.14, which is not always installed.
+MESSAGE_FIELDS = {
+    "system": "a", "temperature": 0.5, "top_k": 5, "top_p": 0.5, "stop_sequences": ["x"], "stream": False,
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}], "metadata": {"user_id": "u"},
+    "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "diagnostics": {}, "betas": ["b"],
+    "billing_policy": {"type": "x"}, "fallback_credit_token": "t", "user_profile_id": "u",
+    "workspace_id": "w", "inference_geo": "us", "speed": "fast", "fallbacks": "default", "mcp_servers": [{}],
+    "thinking": {"type": "between_tools"}, "output_config": {"effort": "max", "task_budget": {"type": "t"}},
+    "context_management": {"edits": []}, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", MESSAGE_FIELDS)
+def test_fields_of_anthropics_sdk_are_accepted(field: str) -> None:
+    request = {**APIS["message"][2], field: MESSAGE_FIELDS[field]}
+    assert read(MessagesBody, request)[1] == ""
+
+
 #: Fields of the four APIs that other clients send, and of misspelled ones.
 HINTS = {
     "chat": {
