@@ -1,4 +1,4 @@
-"""A long answer that is resumed does not keep the event loop from others."""
+"""A long answer: resumed, it does not keep the event loop from others; without ids, it takes no memory."""
 
 import time
 
@@ -36,10 +36,14 @@ def render() -> None:
         pass
 
 
-async def test_a_resumed_answer_is_replayed_in_short_turns():
+def new_answers() -> Answers:
     metrics = GatewayMetrics(CollectorRegistry(), model_name="m", slo_classes=DEFAULT_SLO_CLASSES)
     kept = KeptAnswers(ttl_s=60.0, max_bytes=1 << 26)
-    answers = Answers(run, metrics, None, kept=kept, request_timeout_s=60.0)
+    return Answers(run, metrics, None, kept=kept, request_timeout_s=60.0)
+
+
+async def test_a_resumed_answer_is_replayed_in_short_turns():
+    answers = new_answers()
     answer = await answers.begin([request()], kind="chat")
     event_id = ""
     async for sent in answers.read(answer):
@@ -53,4 +57,16 @@ async def test_a_resumed_answer_is_replayed_in_short_turns():
     assert num_seen == NUM_EVENTS
     assert sum(turns) > 0.3, "there was enough to do"
     assert max(turns) < STALL_S
+    await answers.close()
+
+
+async def test_an_answer_that_cannot_be_resumed_holds_no_events_that_were_read():
+    answers = new_answers()
+    answer = await answers.begin([request()], kind="chat", is_resumable=False)
+    num_read = 0
+    async for sent in answers.read(answer):
+        num_read += 1
+        assert sent.event_id == ""
+        assert not any(answer.events[max(num_read - 10, 0) : num_read])
+    assert num_read == NUM_EVENTS
     await answers.close()

@@ -252,8 +252,11 @@ class Answers:
         found.limits = limits
         return found, position
 
-    async def read(self, answer: Answer, position: Sequence[int] = ()) -> AsyncGenerator[Sent, None]:
-        """All events from the first one; those up to `position` are marked as seen. Close it to leave.
+    async def read(
+        self, answer: Answer, position: Sequence[int] = (), *, is_whole: bool = False
+    ) -> AsyncGenerator[Sent, None]:
+        """All events from the first one; those up to `position` are marked as seen. Close it to leave. The
+        answer holds events that were read if it can be resumed, or `is_whole`.
 
         Raises what `run` raises.
         """
@@ -274,6 +277,8 @@ class Answers:
                         await asyncio.sleep(0)
                         turn_ends = time.monotonic() + _TURN_S
                     event = decode_event(answer.events[num_read])
+                    if not (answer.is_kept or is_whole):
+                        answer.events[num_read] = b""
                     num_read += 1
                     choice = event.choice
                     start = at[choice]

@@ -149,7 +149,8 @@ class OpenAiApi:
             renderer = renderer_kind(
                 answer.record, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes
             )
-            events = await held.enter_async_context(aclosing(self._answers.read(answer, position)))
+            reading = self._answers.read(answer, position, is_whole=not is_streamed)
+            events = await held.enter_async_context(aclosing(reading))
             if not is_streamed:
                 return await until_disconnect(request.receive, _whole(answer, events, renderer))
             first = asyncio.create_task(_first_new(events, renderer))
