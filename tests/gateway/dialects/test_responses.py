@@ -108,6 +108,24 @@ async def test_logprobs_are_included_on_request(front):
     assert part.logprobs is not None
 
 
+async def test_the_last_events_of_a_stream_repeat_no_long_lists_of_logprobs(pods, gateway):
+    """Each repeats the whole list, which 20,000 tokens with 20 alternatives make two seconds of work."""
+    asked = {
+        "model": "tiny-chat", "input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2
+    }  # fmt: skip
+    for num_tokens, num_repeated in ((100, 100), (200, 0)):
+        front = await gateway(await pods(words=(" word",) * num_tokens))
+        stream = await front.openai.responses.create(**asked, stream=True)
+        events = [event async for event in stream]
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert sum(len(event.logprobs) for event in deltas) == num_tokens
+        assert len(events[-1].response.output[0].content[0].logprobs) == num_repeated
+        (done,) = [event for event in events if event.type == "response.output_text.done"]
+        assert len(done.logprobs) == num_repeated
+    whole = await front.openai.responses.create(**asked)
+    assert len(whole.output[0].content[0].logprobs) == 200
+
+
 BAD_TOOL = {"type": "function", "name": "f", "parameters": {"type": "objekt"}}
 
 

@@ -27,6 +27,11 @@ from tandem_gateway.dialects.openai_messages import CUSTOM_INPUT
 from tandem_gateway.dialects.openai_render import Json, JsonValue, error_json
 from tandem_gateway.request import Event
 
+#: Most positions with log probabilities that the last events of a stream repeat, four times in all. The lists
+#: of longer texts stand in their deltas alone: 20,000 positions with 20 alternatives took 160 MB, and at the
+#: end two seconds on the event loop.
+_MAX_REPEATED = 128
+
 
 @dataclass
 class _Item:
@@ -39,6 +44,8 @@ class _Item:
     call_id: str = ""
     texts: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    #: Whether there are more than `logprobs`, which is then empty.
+    has_more_logprobs: bool = False
 
     @property
     def text(self) -> str:
@@ -98,6 +105,7 @@ class ResponsesRenderer(TypedEventsRenderer):
         self._output: list[Rendered] = []
         self._open: _Item | None = None
         self._finished_by: str | None = None
+        self._is_whole = False
 
     def usage_chunk(self) -> Json:
         usage = cast(Rendered, super().usage_chunk()["usage"])
@@ -116,6 +124,7 @@ class ResponsesRenderer(TypedEventsRenderer):
             ],
         }
         self._finished_by = choice["finish_reason"]
+        self._is_whole = True
         self._of_delta(delta, logprobs)
         self._end(choice)
         return self._response(chat["usage"])
@@ -138,7 +147,10 @@ class ResponsesRenderer(TypedEventsRenderer):
         events = [] if self._open is not None and self._open.kind == kind else self._add(kind, "")
         item = cast(_Item, self._open)
         item.texts.append(text)
-        item.logprobs += logprobs
+        if not item.has_more_logprobs:
+            item.logprobs += logprobs
+        if not self._is_whole and len(item.logprobs) > _MAX_REPEATED:
+            item.logprobs, item.has_more_logprobs = [], True
         more: Rendered = {"content_index": 0, "delta": text}
         if kind == "message":
             more["logprobs"] = logprobs
