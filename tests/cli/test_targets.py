@@ -22,15 +22,24 @@ from typer.testing import CliRunner
 Register = Callable[..., FleetRecord]
 
 
+@pytest.fixture(scope="module")
+def supervisor() -> Iterator[int]:
+    """Pid of a process whose command line is one of `tandem up`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()", "up"], stdin=subprocess.PIPE
+    ) as process:
+        yield process.pid
+
+
 @pytest.fixture
-def register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Register:
-    """Writes the state file of a system whose supervisor is this process."""
+def register(supervisor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Register:
+    """Writes the state file of a system."""
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path))
 
     def write(grpc_port: int = 7001, **fields: object) -> FleetRecord:
         gateway = PodRecord("gateway", "gateway-0", 1, {"grpc": grpc_port, "http": grpc_port + 1000})
         pods = (gateway, PodRecord("lookahead", "lookahead", 1, {"grpc": grpc_port + 2000}))
-        record = replace(FleetRecord(os.getpid(), f"m{grpc_port}", True, pods), **fields)
+        record = replace(FleetRecord(supervisor, f"m{grpc_port}", True, pods), **fields)
         StateFile(tmp_path / "run" / f"{grpc_port}.json").write(record)
         return record
 
@@ -87,8 +96,7 @@ def test_what_a_killed_supervisor_left_is_ignored(register, tmp_path: Path) -> N
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     register(7101, supervisor_pid=ended.pid)
-    register(7201)
-    os.utime(tmp_path / "run" / "7201.json", (1e9, 1e9))  # its supervisor's pid is now another process's
+    register(7201, supervisor_pid=os.getpid())  # now another process's
     (tmp_path / "run" / "7301.json").write_text("{")
     (tmp_path / "run" / "7401.json").write_text(json.dumps({"pods": [], "of": "a later version"}))
     assert targets.running() == {}

@@ -14,7 +14,6 @@ from typing import Literal
 
 import grpc
 import httpx
-import psutil
 from tandem_core.model.registry import cache_root
 from tandem_proto.v1 import gateway_pb2, gateway_pb2_grpc
 from tandem_service.channels import open_public_sync_channel
@@ -40,11 +39,11 @@ def running() -> dict[Path, FleetRecord]:
     found = {}
     for path in sorted((cache_root() / "run").glob("*.json")):
         try:
-            record, written_s = read_state(path), path.stat().st_mtime
-            # A process that began later has the pid by chance; the clock's resolution is 10 ms.
-            if psutil.Process(record.supervisor_pid).create_time() <= written_s + 1:
+            record = read_state(path)
+            # Another process may have the pid of a killed supervisor by now.
+            if b"up" in Path(f"/proc/{record.supervisor_pid}/cmdline").read_bytes().split(b"\0"):
                 found[path] = record
-        except (OSError, ValueError, LookupError, TypeError, psutil.Error):
+        except (OSError, ValueError, LookupError, TypeError):
             continue
     return found
 
