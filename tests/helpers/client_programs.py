@@ -44,8 +44,6 @@ class Client:
     """a file in tests/clients/programs; `.mjs` runs in Node"""
     packages: tuple[str, ...] = ()
     """pins, the client first; none: the program runs in the development environment"""
-    version: str = ""
-    """shown where no package is installed"""
     shares_development: bool = False
     """install only what the development environment lacks, because torch alone takes gigabytes"""
     has_dependencies: bool = True
@@ -117,9 +115,9 @@ CLIENTS = (
         ("aiperf==0.13.0",),
         shares_development=True, is_wide=True, limit_s=400,
     ),
-    Client("Claude Code (requests)", "claude_code.py", version="2.1"),
-    Client("Open WebUI (requests)", "open_webui.py", version="0.6"),
-    Client("LibreChat (requests)", "librechat.py", version="0.8"),
+    Client("Claude Code (requests)", "claude_code.py"),
+    Client("Open WebUI (requests)", "open_webui.py"),
+    Client("LibreChat (requests)", "librechat.py"),
     Client("buf curl", "buf_curl.py", ("buf-bin==1.75.0",)),
 )  # fmt: skip
 
@@ -160,7 +158,7 @@ def run(client: Client, system: Mapping[str, str], folder: Path) -> Run:
     found = json.loads(results.read_text()) if results.exists() else {}
     if code:
         found["the program"] = f"ended with code {code}"
-    return Run(_version(client, installed) if client.packages else client.version, found, log.read_text())
+    return Run(_version(client, installed) if client.packages else "-", found, log.read_text())
 
 
 def environment(client: Client) -> Path:
@@ -183,7 +181,16 @@ def environment(client: Client) -> Path:
 
 def _install(client: Client, folder: Path) -> None:
     if client.is_node:
-        command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *client.packages]
+        command = [
+            "npm",
+            "install",
+            "--no-audit",
+            "--no-fund",
+            "--fetch-retries=1",
+            "--prefix",
+            str(folder),
+            *client.packages,
+        ]
     else:
         python = folder / "bin" / "python"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
