@@ -103,6 +103,26 @@ class ShownAs(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NamespacesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKENS_AS_IDS_FIELD_NUMBER: _builtins.int
     NUM_BEST_FIELD_NUMBER: _builtins.int
@@ -115,6 +135,7 @@ class ShownAs(_message.Message):
     RESPONSE_FIELDS_FIELD_NUMBER: _builtins.int
     CUSTOM_TOOLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bool
     """With the ids of prompt and output tokens."""
     tokens_as_ids: _builtins.bool
@@ -143,6 +164,10 @@ class ShownAs(_message.Message):
     def custom_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Of a response: tools whose calls are shown with one text as input."""
 
+    @_builtins.property
+    def namespaces(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Of a response: the namespaces of tools that are in one, by the name under which the model sees the tool."""
+
     def __init__(
         self,
         *,
@@ -158,10 +183,11 @@ class ShownAs(_message.Message):
         response_fields: _builtins.str = ...,
         custom_tools: _abc.Iterable[_builtins.str] | None = ...,
         reasoning: _builtins.bool = ...,
+        namespaces: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "continuous_usage", b"continuous_usage", "custom_tools", b"custom_tools", "echoed_texts", b"echoed_texts", "hides_logprobs", b"hides_logprobs", "hides_output", b"hides_output", "model", b"model", "num_best", b"num_best", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "response_fields", b"response_fields", "token_ids", b"token_ids", "tokens_as_ids", b"tokens_as_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "continuous_usage", b"continuous_usage", "custom_tools", b"custom_tools", "echoed_texts", b"echoed_texts", "hides_logprobs", b"hides_logprobs", "hides_output", b"hides_output", "model", b"model", "namespaces", b"namespaces", "num_best", b"num_best", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "response_fields", b"response_fields", "token_ids", b"token_ids", "tokens_as_ids", b"tokens_as_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015

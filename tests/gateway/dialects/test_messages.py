@@ -109,7 +109,7 @@ async def test_anthropics_key_header_is_accepted(pods, gateway, keys_file):
 #: As Claude Code sends it, with the header `anthropic-beta` and ?beta=true.
 CLAUDE_CODE = {
     "model": "claude-sonnet-4-5-20250929",
-    "max_tokens": 32,
+    "max_tokens": 32000,
     "system": [{"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}}],
     "messages": [
         {"role": "user", "content": [
@@ -136,7 +136,7 @@ CLAUDE_CODE = {
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
     ],
     "metadata": {"user_id": "user_1_account__session_2"},
-    "thinking": {"type": "adaptive"},
+    "thinking": {"type": "enabled", "budget_tokens": 31999},
     "output_config": {"effort": "medium"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "stream": True,

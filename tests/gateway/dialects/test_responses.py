@@ -242,6 +242,8 @@ CODEX = {
          "parameters": {"type": "object", "properties": {"command": {"type": "array", "items": {
              "type": "string"}}}, "required": ["command"], "additionalProperties": False}},
         PATCH, {"type": "web_search", "external_web_access": False}, {"type": "local_shell"},
+        {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [
+            {"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}]},
     ],
     "tool_choice": "auto",
     "parallel_tool_calls": False,
@@ -310,6 +312,25 @@ async def test_a_call_of_a_custom_tool_has_its_text(pods, gateway, tmp_path):
     assert events["response.completed"].response.output[0].input == text
     required = {**asked, "tool_choice": {"type": "custom", "name": "apply_patch"}}
     assert (await front.openai.responses.create(**required)).output[0].input == text
+
+
+async def test_a_tool_in_a_namespace_is_called_by_both_names(pods, gateway, tmp_path):
+    words = ('<tool_call>\n{"name": "mcp__a__find", "arguments": {"x": 1}}\n</tool_call>',)
+    front = await gateway(await pods(words=words), model=make_tool_folder(tmp_path, "qwen2.5"))
+    inner = {"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": False}
+    tools = [{"type": "namespace", "name": "mcp__a", "description": "A.", "tools": [inner]}]
+    asked = {"model": "tiny-chat", "input": "hi", "tools": tools}
+    whole = await front.openai.responses.create(**asked)
+    stream = [event async for event in await front.openai.responses.create(**asked, stream=True)]
+    for response in (whole, stream[-1].response):
+        (item,) = response.output
+        assert (item.type, item.namespace, item.name) == ("function_call", "mcp__a", "find")
+    call = {"type": "function_call", "call_id": "1", "arguments": "{}"}
+    counts = [
+        (await front.openai.responses.create(**{**asked, "input": [{"role": "user", "content": "a"}, one]}))
+        for one in ({**call, "namespace": "mcp__a", "name": "find"}, {**call, "name": "mcp__a__find"})
+    ]
+    assert counts[0].usage.input_tokens == counts[1].usage.input_tokens
 
 
 async def test_a_response_shows_fields_of_the_request(front):

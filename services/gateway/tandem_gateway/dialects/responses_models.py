@@ -61,6 +61,8 @@ _CUSTOM_PARAMETERS: JsonObject = {
     "required": [CUSTOM_INPUT],
     "additionalProperties": False,
 }
+#: Between the names of a namespace and of its tool.
+IN_NAMESPACE = "__"
 #: The request's fields that the response shows, if they are not longer than this together, as JSON.
 _SHOWN_FIELDS = ("instructions", "metadata", "tools", "tool_choice", "parallel_tool_calls", "user")
 MAX_SHOWN_BYTES = 64 * 1024
@@ -122,19 +124,32 @@ class ResponsesBody(ChatDialectBody):
                  "tool_choice": self.tool_choice}  # fmt: skip
         given = {name: given[name] for name in _SHOWN_FIELDS if given.get(name) is not None}
         text = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+        tools = self._all_tools()
         return answers_pb2.ShownAs(
             response_fields=text if len(text.encode(errors="replace")) <= MAX_SHOWN_BYTES else "",
-            custom_tools=[
-                str(tool.get("name")) for tool in self._all_tools() if tool.get("type") == "custom"
-            ],
+            custom_tools=[str(tool.get("name")) for tool in tools if tool.get("type") == "custom"],
+            namespaces={
+                str(tool.get("name")): namespace
+                for tool in tools
+                if isinstance(namespace := tool.get("namespace"), str)
+            },
         )
 
     def _all_tools(self) -> list[JsonObject]:
-        """With those of items."""
+        """With those of items, and those of namespaces under both names."""
         items = self.input if isinstance(self.input, list) else []
         added = [item.get("tools") for item in items if item.get("type") == "additional_tools"]
-        listed = [tool for tools in added if isinstance(tools, list) for tool in tools]
-        return [*(self.tools or []), *(tool for tool in listed if isinstance(tool, dict))]
+        listed = [tool for tools in (self.tools, *added) if isinstance(tools, list) for tool in tools]
+        found: list[JsonObject] = []
+        for tool in listed:
+            if not isinstance(tool, dict):
+                continue
+            inner = tool.get("tools") if tool.get("type") == "namespace" else None
+            if isinstance(inner, list):
+                found += [_within(tool.get("name"), one) for one in inner if isinstance(one, dict)]
+            else:
+                found.append(tool)
+        return found
 
     def _wants_logprobs(self, ignored: Ignored) -> bool:
         for name in self.include or ():
@@ -185,6 +200,8 @@ def _add_item(messages: list[JsonObject], where: str, item: JsonObject, ignored:
     elif kind in _CALLS:
         given = item.get(_CALLS[kind])
         name: JsonValue = kind.removesuffix("_call")
+        if isinstance(namespace := item.get("namespace"), str) and namespace:
+            item = _within(namespace, item)
         if kind == "function_call":
             name = item.get("name")
         elif kind == "custom_tool_call":
@@ -217,6 +234,11 @@ def _add_item(messages: list[JsonObject], where: str, item: JsonObject, ignored:
         )
 
 
+def _within(namespace: JsonValue, tool: JsonObject) -> JsonObject:
+    """A tool, or a call of it, under the name that the model sees."""
+    return {**tool, "name": f"{namespace}{IN_NAMESPACE}{tool.get('name')}", "namespace": namespace}
+
+
 def _open_turn(messages: list[JsonObject]) -> JsonObject:
     """The last turn, if it is the assistant's, or a new one: reasoning, text and calls of a turn follow each
     other."""
@@ -237,4 +259,5 @@ def _tool(tool: JsonObject) -> JsonObject:
         return {"type": "function", "function": {**function, "parameters": _CUSTOM_PARAMETERS}}
     if kind != "function":
         return tool
-    return {"type": kind, "function": {name: value for name, value in tool.items() if name != "type"}}
+    function = {name: value for name, value in tool.items() if name not in ("type", "namespace")}
+    return {"type": kind, "function": function}

@@ -25,6 +25,7 @@ from tandem_proto.v1 import answers_pb2
 from tandem_gateway.dialects.chat_dialect import Rendered, TypedEventsRenderer
 from tandem_gateway.dialects.openai_messages import CUSTOM_INPUT
 from tandem_gateway.dialects.openai_render import Json, JsonValue, error_json
+from tandem_gateway.dialects.responses_models import IN_NAMESPACE
 from tandem_gateway.request import Event
 
 #: Most positions with log probabilities that the last events of a stream repeat, four times in all. The lists
@@ -42,6 +43,7 @@ class _Item:
     index: int
     name: str = ""
     call_id: str = ""
+    namespace: str = ""
     texts: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     #: Whether there are more than `logprobs`, which is then empty.
@@ -55,12 +57,12 @@ class _Item:
         if self.kind == "custom_tool_call":
             return {
                 "type": "custom_tool_call", "id": self.id, "call_id": self.call_id, "name": self.name,
-                "input": self.custom_input, "status": status,
+                "input": self.custom_input, "status": status, **self._in_namespace(),
             }  # fmt: skip
         if self.kind == "function_call":
             return {
                 "type": "function_call", "id": self.id, "call_id": self.call_id, "name": self.name,
-                "arguments": self.text, "status": status,
+                "arguments": self.text, "status": status, **self._in_namespace(),
             }  # fmt: skip
         content = [self.part()] if self.texts or status != "in_progress" else []
         if self.kind == "reasoning":
@@ -68,6 +70,9 @@ class _Item:
         return {
             "type": "message", "id": self.id, "role": "assistant", "status": status, "content": content,
         }  # fmt: skip
+
+    def _in_namespace(self) -> Rendered:
+        return {"namespace": self.namespace} if self.namespace else {}
 
     @property
     def custom_input(self) -> str:
@@ -101,6 +106,7 @@ class ResponsesRenderer(TypedEventsRenderer):
         self._sampling = record.request.sampling
         self._fields: Rendered = json.loads(record.shown.response_fields or "{}")
         self._custom_tools = frozenset(record.shown.custom_tools)
+        self._namespaces = dict(record.shown.namespaces)
         self._number = 0
         self._output: list[Rendered] = []
         self._open: _Item | None = None
@@ -176,7 +182,10 @@ class ResponsesRenderer(TypedEventsRenderer):
         events = self._close()
         number = len(self._output)
         base = str(self._head["id"]).removeprefix(self._id_prefix)
-        item = self._open = _Item(kind, f"{_ID_PREFIXES[kind]}_{base}-{number}", number, name, call_id)
+        namespace = self._namespaces.get(name, "")
+        name = name.removeprefix(f"{namespace}{IN_NAMESPACE}" if namespace else "")
+        item_id = f"{_ID_PREFIXES[kind]}_{base}-{number}"
+        item = self._open = _Item(kind, item_id, number, name, call_id, namespace)
         events.append(
             self._event(
                 "response.output_item.added", {"output_index": number, "item": item.shown("in_progress")}
