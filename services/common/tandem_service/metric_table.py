@@ -264,7 +264,7 @@ ADMISSION_LIMIT = _gauge(
 SATURATION = _gauge(
     "tandem_saturation_ratio",
     "Maximum of: requests in flight / limit; KV use of the decode pods; share of the objectives' spare time "
-    "that load was predicted to take (mean of 10 s, 1 for a refused request). 1 is full",
+    "that load was predicted to take (mean of 10 s, 1 for a refused or late request). 1 is full",
     by=_GATEWAY,
     unit=Unit.RATIO,
 )

@@ -60,7 +60,7 @@ class Gate:
     @property
     def slack_used(self) -> float:
         """Predicted share of the objectives' slack that load takes (`Forecast.share_of_slack`): the mean over
-        the requests of the last ten seconds. A refused request counts as 1. Any thread may read it."""
+        the requests of the last ten seconds. A refused or late one counts as 1. Any thread may read it."""
         oldest = time.monotonic() - _SLACK_S
         shares = [share for at, share in self._slacks_used.copy() if at >= oldest]
         return sum(shares) / len(shares) if shares else 0.0
