@@ -34,8 +34,8 @@ _MASK_S = 0.005
 _CREDIT_S = 0.1
 #: What a new lexer takes of the credit: compiling the guide, and the text so far.
 _ANEW_S = 0.06
-#: A guide is slow after this many steps with masks over `_MASK_S`; a pause of the machine makes one.
-_SLOW_STEPS = 2
+#: A guide is slow after this many steps with masks that took longer than this, in CPU seconds, on average.
+_SLOW_STEPS, _SLOW_MASK_S = 2, 0.002
 
 
 class GuideState:
@@ -108,7 +108,7 @@ class GuideState:
             if draft is not None:
                 masks += self._node_masks(draft, end_token_ids, began + _MASK_S)
             seconds, num_masks = time.thread_time() - began, sum([mask is not None for mask in masks])
-            self._num_slow_steps += seconds > num_masks * _MASK_S
+            self._num_slow_steps += seconds > num_masks * _SLOW_MASK_S
             self._charge(seconds, num_masks)
             return masks
 

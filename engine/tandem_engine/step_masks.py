@@ -7,9 +7,6 @@ and those with the same guide.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,6 +14,7 @@ from dataclasses import dataclass, field
 
 from tandem_core.errors import InvariantError
 from tandem_core.guide import Guide
+from tandem_core.nice_thread import nice_threads
 
 from tandem_engine.batch import Batch
 from tandem_engine.draft_tree import DraftTree
@@ -28,8 +26,6 @@ _PATIENCE_S = 0.005
 #: More than there are cores, so that few slow masks hold up no fast ones. With many more, slow ones take the
 #: forward pass its cores.
 _NUM_WORKERS = 8
-#: Niceness of the thread for slow guides: beside others it gets a tenth of a core.
-_NICENESS = 10
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class MaskWorkers:
 
     def __init__(self) -> None:
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="guide")
-        self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-guide", initializer=_be_nice)
+        self._slow = nice_threads(1, "slow-guide")
 
     def start(self, batch: Batch) -> None:
         """Begins the masks of sequences that have none from a step that they sat out."""
@@ -85,8 +81,3 @@ def _compute(guided: Sequence[tuple[Request, GuideState]]) -> None:
             step.masks.set_result(masks)
         except BaseException as error:  # panics of libraries in Rust are no Exceptions
             step.masks.set_exception(error if isinstance(error, Exception) else InvariantError(repr(error)))
-
-
-def _be_nice() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # Linux alone has priorities of threads
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -30,6 +30,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     #: Before each word; with heartbeats, unless it `hangs`.
     pause_s: float = 0.0
     hangs: bool = False
+    #: A prompt token for which it hangs before the first word.
+    hangs_on: int | None = None
     #: Fails with this status after `fail_after` chunks.
     fail_with: grpc.StatusCode | None = None
     fail_after: int = 0
@@ -108,6 +110,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
                 yield response
             return
         try:
+            if self.hangs_on in request.prompt_token_ids:
+                await pause_async(10.0)
             if self.prefill_crashes or self.prefill_failures:
                 progress = decode_pb2.DecodeProgress(
                     prefill_crashes=self.prefill_crashes, prefill_failures=self.prefill_failures

@@ -10,12 +10,15 @@ from typing import TypeVar
 
 from tandem_core.contracts import DEFAULT_DUE_S
 from tandem_core.errors import InvalidRequestError
+from tandem_core.nice_thread import nice_threads
 from tandem_core.slo import LONGEST_OBJECTIVE_S
 from tandem_engine.request import Request
 from tandem_proto.v1 import decode_pb2, prefill_pb2
 
 MessageT = TypeVar("MessageT", decode_pb2.DecodeRequest, prefill_pb2.PrefillRequest)
 
+#: Compile guides. More of them would take the pod's other threads their time.
+_COMPILERS = nice_threads(2, "compile-guide")
 #: Longest silence of a pod on a call.
 HEARTBEAT_S = 0.25
 #: Share of the time until the last token is due that steps may take.
@@ -38,7 +41,7 @@ def read_request(
             f"has {num_tokens} tokens with its output, but the context holds {max_model_len}; send fewer",
         )
     if message.sampling.HasField("guide"):
-        return asyncio.ensure_future(asyncio.to_thread(read, message))
+        return asyncio.get_running_loop().run_in_executor(_COMPILERS, read, message)
     request = asyncio.get_running_loop().create_future()
     request.set_result(read(message))
     return request

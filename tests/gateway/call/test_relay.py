@@ -193,6 +193,23 @@ async def test_a_pod_that_falls_silent_is_left_after_a_second(pods, gateway):
     assert list(good.requests[0].output_token_ids) == []
 
 
+async def test_a_pod_is_used_on_while_only_one_of_its_calls_is_silent(pods, gateway):
+    pod = await pods(words=tuple("abcdefghijklmnopqrst"), pause_s=0.1)
+    front = await gateway(pod)
+    (pod.hangs_on,) = front.process.gateway.tokenizer.encode("~", add_special_tokens=False)
+    other = asyncio.create_task(_text(front))
+    await until(lambda: pod.requests)
+    silent = [{"role": "user", "content": "~"}]
+    answer = asyncio.create_task(front.http.post("/v1/chat/completions", json={"messages": silent}))
+    await until(lambda: len(pod.requests) == 2)
+    await asyncio.sleep(0.3)
+    pod.hangs_on = None
+    assert (await other)[1] == pod.name
+    assert (await answer).json()["choices"][0]["message"]["content"] == "".join(pod.words)
+    assert await front.metric("tandem_decode_failovers_total") == 1
+    assert [len(request.output_token_ids) for request in pod.requests] == [0, 0, 0]
+
+
 async def test_the_only_pod_continues_when_it_is_back(pods, gateway):
     pod = await pods(fail_with=grpc.StatusCode.CANCELLED, fail_after=2)
     front = await gateway(pod, failover_wait_s=5.0)

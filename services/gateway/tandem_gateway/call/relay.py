@@ -240,9 +240,13 @@ class Relay:
             except _LostError as error:
                 trace.set_stage({"tandem.loss.message": str(error)})
                 trace.fail_stage(error.cause.value)
-                is_expected = error.cause is LossCause.DRAINING
-                self._fleet.mark_dead(route.decode, str(error), is_expected=is_expected)
-                self._router.forget(route.decode)
+                # A call that is silent while the pod's other calls are not says nothing of them.
+                is_alive = error.cause is LossCause.SILENT and route.decode.is_heard(_SILENCE_LIMIT_S / 2)
+                if not is_alive:
+                    is_expected = error.cause is LossCause.DRAINING
+                    self._fleet.mark_dead(route.decode, str(error), is_expected=is_expected)
+                    self._router.forget(route.decode)
+                    failed |= {route.decode.target}
                 placed.leave()
                 num_lost += error.accepted
                 num_crashed += error.crashes
@@ -256,7 +260,6 @@ class Relay:
                     "decode pod failed; trying another", target=route.decode.target, num_tokens=len(tokens)
                 )
                 self._metrics.failovers.labels(error.cause.value).inc()
-                failed |= {route.decode.target}
 
     async def _choose(
         self, request: TokenizedRequest, failed: frozenset[str], too_small: frozenset[str]
@@ -339,6 +342,7 @@ class Relay:
         try:
             while True:
                 response = await self._silence.within(anext(responses))
+                pod.heard_at = time.monotonic()
                 is_accepted = True
                 match response.WhichOneof("event"):
                     case "beams" if is_search and response.beams.beams:

@@ -79,12 +79,18 @@ class Pod:
         self.report = common_pb2.PodStatus()
         #: Monotonic seconds of the last answer; None before the first.
         self.last_seen: float | None = None
+        #: Monotonic seconds of the last message of any call.
+        self.heard_at = -math.inf
         self.misses = 0
         #: Why it is unhealthy, for the log.
         self.cause = "not polled yet"
         #: The last logged cause; None: none yet.
         self.logged_cause: str | None = None
         self.found_at = time.monotonic()
+
+    def is_heard(self, within_s: float) -> bool:
+        """Whether a call got a message from it lately."""
+        return time.monotonic() - self.heard_at < within_s
 
     def renew_channel(self) -> grpc.aio.Channel | None:
         """Opens a new channel if this gateway's certificates changed; returns the old one, whose calls
