@@ -177,7 +177,7 @@ BAD = [
     ({"tools": [FIND], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", ["mode", "a list of tools"]),
     ({"tools": [FIND], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
         {"type": "function", "name": "lose"}]}}, "tool_choice", ["'lose'", "not in tools"]),
-    ({"tools": [FIND], "parallel_tool_calls": 1}, "parallel_tool_calls", ["boolean"]),
+    ({"tools": [FIND], "parallel_tool_calls": 1}, "parallel_tool_calls", ["true or false"]),
     ({"tools": [FIND], "functions": [FIND["function"]]}, "functions", ["together"]),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]},
      "messages[0].tool_calls", ["assistant"]),
