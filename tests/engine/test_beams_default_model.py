@@ -34,6 +34,7 @@ def test_the_default_models_beams_are_those_of_transformers(corpus, tmp_path: Pa
     llm = make_llm(folder, "off")
     prompts = make_prompts(llm, corpus, SHORT_CHARS * 3)
     assert len(prompts) == 20
+    ends = list(llm.manifest.eos_token_ids)
     seconds = {"transformers": 0.0, "here": 0.0}
     for i, prompt in enumerate(prompts):
         width, penalty = CASES[i % len(CASES)]
@@ -47,11 +48,12 @@ def test_the_default_models_beams_are_those_of_transformers(corpus, tmp_path: Pa
                 do_sample=False,
                 length_penalty=penalty,
                 max_new_tokens=NUM_TOKENS,
-                eos_token_id=2,
+                eos_token_id=ends,
                 pad_token_id=2,
             )
         seconds["transformers"] += time.perf_counter() - begun
-        want = [row[: row.index(2) + 1] if 2 in row else row for row in output[:, len(prompt) :].tolist()]
+        rows = output[:, len(prompt) :].tolist()
+        want = [row[: next((n for n, t in enumerate(row, 1) if t in ends), len(row))] for row in rows]
         begun = time.perf_counter()
         sampling = SamplingParams(beam_search=BeamParams(width, penalty), max_tokens=NUM_TOKENS)
         found = llm.beam_search(prompt, sampling)
