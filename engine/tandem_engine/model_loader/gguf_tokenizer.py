@@ -139,13 +139,12 @@ class GgufTokenizer:
     def _correct_kinds(self) -> None:
         """Makes tokens with the name of a control token such tokens, because many files list them as text.
         A token of BPE that merges make is text that looks like one ("</s>" in HTML)."""
-        doubtful = {n for n, t in enumerate(self.tokens) if t in END_TOKENS | FIM_TOKENS} - {
-            n for n in range(len(self.tokens)) if self._is_control(n)
-        }
-        if doubtful:
-            merged = {str(m).replace(" ", "", 1) for m in self._file.array("tokenizer.ggml.merges")}
+        names = END_TOKENS | FIM_TOKENS
+        named = {n for n, token in enumerate(self.tokens) if token in names and not self._is_control(n)}
+        if named:
+            merged = {str(merge).replace(" ", "", 1) for merge in self._file.array("tokenizer.ggml.merges")}
             self._kinds = [
-                TokenType.CONTROL if n in doubtful and self.tokens[n] not in merged else kind
+                TokenType.CONTROL if n in named and self.tokens[n] not in merged else kind
                 for n, kind in enumerate(self._kinds)
             ]
 
