@@ -1,4 +1,4 @@
-"""A bot with two tools talks in three dialects, whole and streamed; its calls must be the same in all.
+"""Runs a bot with two tools in three APIs, whole and streamed. Its calls must be the same in all of them.
 
 Chat and responses go through the openai package, messages through anthropic, both unmodified, to a running
 system: `tandem up --model qwen2.5-coder-1.5b-instruct`. Needs `pip install openai anthropic`.
@@ -89,7 +89,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def answer(self, must_call: bool) -> tuple[str, list[Call]]:
-        """The model's next turn, which joins the history. `must_call`: a grammar holds it to a call."""
+        """Adds the model's next turn to the history. `must_call`: a grammar enforces a call."""
 
     @abstractmethod
     def give(self, results: list[tuple[Call, str]]) -> None:
