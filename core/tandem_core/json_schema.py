@@ -2,8 +2,8 @@
 
 llguidance refuses the keywords that it knows and does not enforce, but ignores those that it does not know,
 as the standard requires. A misspelt `maxlength` would then have no effect, so it is refused
-here, and so is what llguidance 1.9 takes in another sense than the standard. A keyword with null is absent,
-because serialisers write unset fields as null.
+here, and so are uses in which llguidance 1.9 differs from the standard. A keyword whose value is null is
+ignored, because serialisers write unset fields as null.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def rewrite(schema: object) -> None:
 
 
 def _restrict_names(part: dict[str, Any], allowed: tuple[str, Sequence[str]]) -> None:
-    """Allows only properties of these names, or with names of this pattern, all of one schema."""
+    """Allows only properties with these names, or with names that match this pattern, all with one schema."""
     keyword, names = allowed
     others = part.get("additionalProperties", True)
     if keyword == "pattern":
@@ -190,9 +190,9 @@ def _restrict_names(part: dict[str, Any], allowed: tuple[str, Sequence[str]]) ->
 
 
 def _names_of(root: SchemaPart, part: SchemaPart) -> tuple[str, Sequence[str]] | None:
-    """What `propertyNames` allows: "enum" with the names, "pattern" with it; None: any name.
+    """What `propertyNames` allows: "enum" with the names, or "pattern" with the pattern; None: any name.
 
-    Raises InvalidRequestError for what cannot be written as properties.
+    Raises InvalidRequestError if it cannot be expressed by properties.
     """
     given = part.keywords.get("propertyNames", True)
     if isinstance(given, dict) and isinstance(ref := given.get("$ref"), str) and ref.startswith("#"):
@@ -268,7 +268,8 @@ def _check_numbers(part: SchemaPart) -> None:
 
 
 def _is_inexact(keyword: str, number: int) -> bool:
-    """Whether an integer beyond MAX_INTEGER matters. A bound that allows all integers here is tightened."""
+    """Whether an integer beyond MAX_INTEGER must be refused. Tightens a bound that allows all integers
+    here."""
     return keyword not in _BOUNDS or (number > 0) == keyword.lower().endswith("minimum")
 
 

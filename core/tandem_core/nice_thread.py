@@ -1,4 +1,4 @@
-"""Threads for work of callers that must not slow down the steps of a pod."""
+"""Low-priority threads for callers' work that must not slow down the steps of a pod."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NICENESS = 10
 
 
 def nice_threads(number: int, name: str) -> ThreadPoolExecutor:
-    """Threads with a low priority, where the system has priorities of threads (Linux)."""
+    """A pool of threads with low priority, if the system supports thread priorities (Linux)."""
     return ThreadPoolExecutor(number, thread_name_prefix=name, initializer=_be_nice)
 
 

@@ -19,8 +19,8 @@ BlockHasher = Callable[[ChainHash, Sequence[int]], ChainHash]
 
 
 def cache_salt(tenant: str, model_revision: str, lora: str = "", salt: str = "") -> bytes:
-    """16 bytes from what must keep KV apart; each part is length-prefixed so that no two sets collide.
-    `salt`: the request's own."""
+    """16 bytes that separate KV that must not be shared. Each part is length-prefixed, so that no two sets
+    collide. `salt`: the request's cache_salt."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (tenant, model_revision, lora, *([salt] if salt else [])):
         encoded = part.encode()

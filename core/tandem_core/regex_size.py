@@ -19,8 +19,8 @@ _ESCAPE = re.compile(
     r"\\(?:(v|a)|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\})"
 )
 
-#: ECMA's classes that have another meaning in Rust's syntax: `.` excludes all ends of lines, and white space
-#: is not Unicode's. As insides of a [class].
+#: ECMA's classes whose meaning differs in Rust's syntax: `.` excludes every line terminator, and white space
+#: differs from Unicode's. Written as the contents of a [class].
 _SPACE = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
 _NO_SPACE = (
     r"\x{0}-\x{8}\x{e}-\x{1f}!-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff}\x{200b}-\x{2027}\x{202a}-\x{202e}"
@@ -32,7 +32,7 @@ _CLASS_ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 
 def without_ecma_classes(pattern: str) -> str:
-    """The expression with `.`, `\\s` and `\\S` written out as ECMA means them."""
+    """The expression with ECMA's `.`, `\\s` and `\\S` replaced by explicit classes."""
     parts = []
     position = 0
     while position < len(pattern):

@@ -16,8 +16,8 @@ class SloTarget:
     e2e_s: float = 0.0
     #: Whether a request is refused if the system cannot meet the objectives even without load.
     is_strict: bool = False
-    #: Whether a request that would be late waits, as one without objectives does, rather than be refused. Its
-    #: objectives still judge it. Never with `is_strict`.
+    #: Whether a late request waits, like one without objectives, instead of being refused. The receipt still
+    #: compares it with its objectives. Never with `is_strict`.
     waits: bool = False
     #: Objectives as multiples of the time on an idle system ("slowdown"); 0 means none. Where an objective is
     #: given both ways, the longer time counts.
@@ -27,7 +27,7 @@ class SloTarget:
 
     @property
     def refuses(self) -> bool:
-        """Whether requests that would be late are refused."""
+        """Whether late requests are refused."""
         has_objectives = self.ttft_s or self.tpot_s or self.e2e_s or self.is_relative
         return bool(has_objectives and not self.waits)
 

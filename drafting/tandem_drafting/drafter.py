@@ -177,8 +177,9 @@ class Drafter:
         return trees
 
     def _guide(self, trees: list[DraftTree | None], requests: Sequence[Request], max_guesses: int) -> None:
-        """What guides allow of the trees, and force, in `_GUIDES_S` for all; another request is first in each
-        step. A guide that is just not slow takes up to 5 ms, during which no request gets a token."""
+        """Filters the trees by guides and adds forced text, for at most `_GUIDES_S` in all. Each step starts
+        with another request. A guide just below the limit for slow ones takes up to 5 ms, which delays all
+        requests."""
         ends = time.thread_time() + _GUIDES_S
         for at in range(len(requests)):
             n = (at + self._num_steps) % len(requests)

@@ -4,8 +4,8 @@
     a worker thread   masks(): at the end of the output and at each node of the draft, during the forward pass
     engine's thread   verification chooses by the masks
 
-The state is a function of the output, so another pod can make it anew. No two threads use states of one guide
-at the same time (OwnMatcher.lock), and the engine's thread never waits for one.
+The state is a function of the output, so another pod can rebuild it. Only one thread at a time uses the
+states of a guide (OwnMatcher.lock), and the engine's thread never waits for that lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SOURCE = "guide"
 #: A bit per token of the vocabulary, the lowest first: whether the token may come next. uint8.
 Mask: TypeAlias = npt.NDArray[np.uint8]
 #: CPU seconds that a mask may take on average. JSON schemas take 0.01 to 0.05 ms, regular expressions 0.3 ms,
-#: the worst that llguidance's limits let through 10 ms.
+#: the slowest that llguidance's limits permit take 10 ms.
 _MASK_S = 0.005
 #: CPU seconds that masks may take beyond that. The first mask of a choice among 4,096 texts takes 14 ms, on a
 #: slow or busy processor several times that.
@@ -68,8 +68,8 @@ class GuideState:
 
     @property
     def is_slow(self) -> bool:
-        """Whether its masks took long repeatedly. It then gets no drafts, so the engine's thread leaves it
-        alone."""
+        """Whether its masks were slow repeatedly. A slow guide gets no drafts, so the engine's thread does
+        not use it."""
         return self._num_slow_steps >= _SLOW_STEPS
 
     @property
@@ -209,7 +209,7 @@ class GuideState:
             )
 
     def _begin_anew(self) -> None:
-        # This thread does not hold the new lock, but until it is done only new requests can share the lexer.
+        # This thread does not hold the new lock. Until it ends, only new requests can share the lexer.
         self._matcher, self._lock = self._compiler.fresh_matcher(self._guide)
         text, self._text = self._text, []
         self.follow(text)

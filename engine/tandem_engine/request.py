@@ -85,7 +85,7 @@ class Request:
     first_scheduled_ns: int | None = None
     #: Proposal for the next step, set by the engine's loop before scheduling; None: plain decode.
     draft: DraftTree | None = None
-    #: Masks of the step under way, or of one that it sat out; None: none are wanted.
+    #: Masks of the current step, or of a skipped one; None: no masks are needed.
     masks: StepMasks | None = field(init=False, default=None)
     #: The tokens on which penalties and the like depend, from the first choice that does; None before it.
     history: TokenHistory | None = field(init=False, default=None)
@@ -118,7 +118,7 @@ class Request:
         )
 
     def shorten(self, max_tokens: int) -> None:
-        """Lowers max_tokens of a request that has not begun."""
+        """Lowers max_tokens before the request begins."""
         least = min(self.sampling.min_tokens, max_tokens)
         self.sampling = replace(self.sampling, max_tokens=max_tokens, min_tokens=least)
         if self.sampling.beam_search is not None:
@@ -154,7 +154,7 @@ class Request:
 
     @property
     def waits_for_guide(self) -> bool:
-        """Whether its guide works on another thread between two steps, for this request or another."""
+        """Whether another thread uses its guide between two steps, for this request or another."""
         if self.masks is not None:
             return not self.masks.are_ready
         return self.guide is not None and self.guide.is_busy

@@ -1,8 +1,8 @@
-"""What guides allow in a step, computed by other threads during the forward pass.
+"""Computes the masks of guides in other threads during the forward pass.
 
-A sequence whose masks are missing when the step's logits are there sits the step out: it gets no token, and
-computes the same position again, with the same draft, in a later step. So a slow guide delays its own request
-and those with the same guide.
+If the masks of a sequence are not ready soon after the step's logits, the sequence skips the step: it gets no
+token and computes the same position again, with the same draft, in a later step. A slow guide therefore
+delays only the requests that use it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tandem_engine.draft_tree import DraftTree
 from tandem_engine.guided import GuideState, Mask
 from tandem_engine.request import Request
 
-#: Time that a step waits for masks after its logits.
+#: Time that a step waits for masks once it has its logits.
 _PATIENCE_S = 0.005
-#: More than there are cores, so that few slow masks hold up no fast ones. With many more, slow ones take the
-#: forward pass its cores.
+#: More threads than cores, so that a few slow masks do not delay fast ones. With many more, slow masks take
+#: cores from the forward pass.
 _NUM_WORKERS = 8
 
 
@@ -48,7 +48,7 @@ class MaskWorkers:
         self._slow = nice_threads(1, "slow-guide")
 
     def start(self, batch: Batch) -> None:
-        """Begins the masks of sequences that have none from a step that they sat out."""
+        """Starts the masks of all sequences, except those that still have masks from a skipped step."""
         by_guide: defaultdict[Guide | None, list[tuple[Request, GuideState]]] = defaultdict(list)
         for sequence in batch.sequences:
             request, state = sequence.request, sequence.request.guide
@@ -71,7 +71,7 @@ class MaskWorkers:
 
 
 def _compute(guided: Sequence[tuple[Request, GuideState]]) -> None:
-    """For requests with the same guide, one after the other."""
+    """Computes the masks of requests with the same guide one after the other."""
     for request, state in guided:
         step = request.masks
         if step is None:
@@ -79,5 +79,5 @@ def _compute(guided: Sequence[tuple[Request, GuideState]]) -> None:
         try:
             masks = state.masks(request.output_token_ids, step.draft, request.eos_token_ids)
             step.masks.set_result(masks)
-        except BaseException as error:  # panics of libraries in Rust are no Exceptions
+        except BaseException as error:  # panics in Rust libraries are not Exceptions
             step.masks.set_exception(error if isinstance(error, Exception) else InvariantError(repr(error)))

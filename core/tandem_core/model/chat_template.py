@@ -35,7 +35,7 @@ from tandem_core.model.tool_prompt import uses_tools, with_tools_as_text
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 #: Mistral's templates refuse tool call ids of another length.
 _SHORT_ID_CHARS = 9
-#: Longest file of a template; those of models have up to 20 kB.
+#: Maximum size of a template file; templates of models have up to 20 kB.
 MAX_TEMPLATE_BYTES = 1 << 20
 #: Characters that stay as they are in JSON and in Python's repr, but are in hardly any text.
 _MARKS = range(0x20000, 0x2A6D0)
@@ -124,8 +124,8 @@ class ChatTemplate:
 
     @staticmethod
     def check_file(path: Path, bos_token: str, eos_token: str) -> str:
-        """The template in a file, which can be compiled and shows a user's message. Raises ModelLoadError
-        naming file and line."""
+        """Reads a template and checks that it compiles and shows the user's message. Raises ModelLoadError
+        with file and line."""
 
         def refuse(what: object, cause: Exception | None = None) -> NoReturn:
             raise ModelLoadError(f"--chat-template {path}: {what}; give a Jinja template of chats") from cause
@@ -144,7 +144,7 @@ class ChatTemplate:
                 messages=[probe], tools=None, documents=None, add_generation_prompt=True,
                 bos_token=bos_token, eos_token=eos_token,
             )  # fmt: skip
-        except Exception as error:  # a template is a program, and may fail as any does
+        except Exception as error:  # a template is a program, so it can raise anything
             refuse(_fault(error), error)
         if probe["content"] not in text:
             refuse("does not show the user's message")
@@ -223,14 +223,14 @@ class ChatTemplate:
     def _render(self, variables: Mapping[str, Any]) -> str:
         try:
             return self._template.render(**{**self._special_tokens, **variables})
-        except Exception as error:  # a template is a program, and may fail as any does
+        except Exception as error:  # a template is a program, so it can raise anything
             raise InvalidRequestError(
                 "messages", f"the model's chat template refuses them: {error}"
             ) from error
 
 
 def _fault(error: Exception) -> str:
-    """The error, behind the line of the template where it occurred, as far as that is known."""
+    """The error, after the template line where it occurred if that is known."""
     line = getattr(error, "lineno", None)
     for frame in traceback.extract_tb(error.__traceback__):
         line = frame.lineno if frame.filename == "<template>" else line

@@ -77,8 +77,8 @@ class OwnMatcher(NamedTuple):
     """A matcher before any token."""
 
     matcher: LLMatcher
-    #: To hold while the matcher is used. Matchers of a guide share their lexer behind a lock of the library,
-    #: and some calls wait for that one without giving up the GIL.
+    #: Hold it while using the matcher. Matchers of a guide share a lexer that the library locks, and some
+    #: calls wait for that lock without releasing the GIL.
     lock: threading.Lock
 
 
@@ -102,8 +102,8 @@ class GuideCompiler:
         self._kept: OrderedDict[Guide, OwnMatcher] = OrderedDict()
 
     def matcher(self, guide: Guide) -> OwnMatcher:
-        """A new one that shares its lexer with others of this guide. Raises InvalidRequestError. May take
-        100 ms; gives up the GIL."""
+        """A new matcher that shares the guide's lexer. Raises InvalidRequestError. May take 100 ms; releases
+        the GIL."""
         with self._lock:
             kept = self._kept.get(guide)
             if kept is not None:

@@ -54,7 +54,7 @@ class ModelManifest:
     recommended_sampling: Mapping[str, float] | None = None
 
     def write(self, folder: Path) -> None:
-        """Replaces the file at once, for processes that read it."""
+        """Replaces the file atomically, so that readers never see a part of it."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
         temporary = folder / f".{MANIFEST_NAME}.new"
         temporary.write_text(text + "\n", encoding="utf-8")
@@ -62,7 +62,7 @@ class ModelManifest:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """`recommended_sampling` as arguments of SamplingParams. Raises ModelLoadError for a value out of
+        """`recommended_sampling` as arguments of SamplingParams. Raises ModelLoadError if a value is out of
         range."""
         found = dict(self.recommended_sampling or {})
         try:

@@ -63,7 +63,7 @@ def resolve(name_or_path: str | Path) -> Path:
 
 
 def missing(name: str) -> ModelLoadError:
-    """The error about a model that is not on this machine."""
+    """The error for a model that is not on this machine."""
     stored = ", ".join(manifest.name for manifest in list_models()) or "none"
     return ModelLoadError(
         f"there is no model {name!r} on this machine; stored are: {stored}; `tandem model pull` gets others"
@@ -71,5 +71,5 @@ def missing(name: str) -> ModelLoadError:
 
 
 def converted_weights(folder: Path, manifest: ModelManifest) -> list[Path]:
-    """Weights that were made from those of the model; a start makes them again."""
+    """Weights converted from those of the model; a start converts them again."""
     return [path for path in folder.glob("*.safetensors") if path.name != manifest.weights]

@@ -1,4 +1,4 @@
-"""A regular expression for any of many texts."""
+"""Builds a regular expression that matches any of a list of texts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """The source of a pattern that matches the longest of these texts; nothing if there are none.
+    """The source of a pattern that matches the longest of these texts; without texts it matches nothing.
 
-    Texts with a common beginning share it, as in `<(?:pad>|unused(?:1>|2>))`. A search then takes time in
-    proportion to the text alone. With one alternative per text it tries each of them wherever several begin:
-    Gemma's 6,000 unused tokens took 46 s for 8 MB, and kept the GIL.
+    Texts with a common prefix share it, as in `<(?:pad>|unused(?:1>|2>))`, so search time is proportional to
+    the searched text alone. With one alternative per text, a search tries all of them at each possible match:
+    Gemma's 6,000 unused tokens took 46 s for 8 MB, and the search kept the GIL.
     """
     trie: dict[str, Any] = {}
     for text in filter(None, texts):

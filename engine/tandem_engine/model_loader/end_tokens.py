@@ -1,8 +1,8 @@
-"""Tokens that end a text in every model that has them, by their names.
+"""Names of tokens that end a text in every model that has them.
 
-Files often list one end token where the model has several: the end of a turn, of a text, and the marks with
-which code models leave a completion in the middle of a file. GGUF files and checkpoints get the same set, in
-addition to the ids that they list.
+A model may have several end tokens, such as the end of a turn, the end of a text and, in code models, the end
+of a fill-in-the-middle completion. Its files often list only one. These names apply to GGUF files and
+checkpoints, in addition to the ids that they list.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ END_TOKENS = frozenset({
     # the end of a text
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]", "<eos>",
     "<EOT>", "\u2581<EOT>", "[EOT]",
-    # padding, or the next file, behind a completion in the middle of one
+    # padding or the next file, after a fill-in-the-middle completion
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>",
     "<|file_sep|>",
 })  # fmt: skip
-#: The other marks of completions in the middle of a file; they end nothing.
+#: The other fill-in-the-middle tokens; they do not end a text.
 FIM_TOKENS = frozenset({
     "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<fim-prefix>", "<fim-middle>", "<fim-suffix>",
     "<fim_prefix>", "<fim_middle>", "<fim_suffix>",

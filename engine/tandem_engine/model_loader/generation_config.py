@@ -1,4 +1,4 @@
-"""The sampling that a model's own files recommend, as arguments of SamplingParams.
+"""Reads the sampling that a model's files recommend, as arguments of SamplingParams.
 
 generation_config.json of a checkpoint (do_sample: false means greedy), general.sampling.* of a GGUF file.
 Only types are checked here. A gateway that uses the values checks their ranges (ModelManifest.sampling), so a
@@ -31,8 +31,8 @@ _LIMIT = 1e15
 
 
 def recommended_sampling(source: Path) -> dict[str, float]:
-    """The recommendation of a checkpoint folder or a GGUF file; {}: none. Raises ModelLoadError for a value
-    that is no number."""
+    """The recommendation of a checkpoint folder or a GGUF file; {}: none. Raises ModelLoadError if a value is
+    not a number."""
     if source.suffix == ".gguf":
         return _numbers(source, open_all(source)[0].fields, _GGUF)
     path = source / "generation_config.json"
@@ -55,6 +55,6 @@ def _numbers(path: Path, listed: Mapping[str, Any], names: Mapping[str, str]) ->
             )
         # GGUF files hold float32; the nearest short decimal is what their author wrote.
         found[name] = int(value) if name in _WHOLE else float(f"{value:.6g}")
-    if found.get("top_k", 0) < 0:  # -1 means all to some
+    if found.get("top_k", 0) < 0:  # some files write -1 for all tokens
         found["top_k"] = 0
     return found

@@ -128,7 +128,7 @@ class GgufTokenizer:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Every token that ends a text: by its key, or a control token by its name."""
+        """All tokens that end a text: those with such a key, and control tokens with such a name."""
         named = {n for n, token in enumerate(self.tokens) if token in END_TOKENS and self._is_control(n)}
         keyed = {n for n in map(self._id, _END_KEYS) if n is not None}
         return tuple(sorted(named | keyed))
@@ -137,8 +137,8 @@ class GgufTokenizer:
         return bool(self._kinds[number] == TokenType.CONTROL)
 
     def _correct_kinds(self) -> None:
-        """Makes tokens with the name of a control token such tokens, because many files list them as text.
-        A token of BPE that merges make is text that looks like one ("</s>" in HTML)."""
+        """Marks tokens with the name of a control token as control tokens, because many files list them as
+        text. A BPE token that merges produce stays text, such as "</s>" in HTML."""
         names = END_TOKENS | FIM_TOKENS
         named = {n for n, token in enumerate(self.tokens) if token in names and not self._is_control(n)}
         if named:

@@ -103,8 +103,8 @@ def _made(
 
 
 def complete(folder: Path) -> None:
-    """Adds what manifests of earlier versions lack: all end tokens, and the recommended sampling. Leaves a
-    folder as it is whose source is gone, or that cannot be written."""
+    """Adds to the manifest of an earlier version all end tokens and the recommended sampling. Does not change
+    a folder if its source is gone or it cannot be written."""
     manifest = ModelManifest.read(folder)
     if manifest.recommended_sampling is not None or not manifest.weights:
         return
@@ -128,7 +128,7 @@ def complete(folder: Path) -> None:
 
 
 def _sampling(source: str, checkpoint: Path) -> dict[str, float]:
-    """What the model's own files recommend, else the catalogue."""
+    """The recommendation of the model's files, else of the catalogue."""
     from tandem_engine.model_loader.generation_config import recommended_sampling
 
     packaged = next((entry.sampling for entry in catalogue().values() if entry.source == source), {})
@@ -225,7 +225,7 @@ def _fetch_from_hub(ref: str, report: OnProgress) -> _Origin:
         snapshot = Path(snapshot_download(ref, allow_patterns=_HUB_FILES, tqdm_class=bars_for(report)))
     except ModelLoadError:
         raise
-    except Exception as error:  # its client raises anything where the endpoint is no hub
+    except Exception as error:  # the client can raise anything if the endpoint is not a hub
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelLoadError(
             f"{ref} could not be downloaded from the Hugging Face hub at {ENDPOINT} ({reason}); check the "

@@ -31,8 +31,8 @@ class RemovedModel:
 
 
 def remove(name: str, *, only_converted: bool = False) -> RemovedModel:
-    """Also removes what an unfinished pull of this name has left; or only the converted weights of a complete
-    model. Raises ModelLoadError."""
+    """Removes a model and the remains of an unfinished pull of this name, or only the converted weights of a
+    complete model. Raises ModelLoadError."""
     root = models_root()
     folder = root / folder_name(name)
     fresh = folder.with_name(f".{folder.name}.new")

@@ -94,7 +94,7 @@ def _from_gguf(source: Path, folder: Path) -> TokenizerFacts:
 
 
 def _eos_token_ids(source: Path, eos_token_id: int | None) -> set[int]:
-    """Every id that the files list: the generation config, the model config, the tokenizer."""
+    """All end token ids in the generation config, the model config and the tokenizer."""
     ids: set[int] = set() if eos_token_id is None else {eos_token_id}
     for name in ("generation_config.json", "config.json"):
         path = source / name
@@ -110,8 +110,8 @@ def _eos_token_ids(source: Path, eos_token_id: int | None) -> set[int]:
 
 
 def _name_control_tokens(tokenizer: Tokenizer, listed: set[int]) -> set[int]:
-    """The added tokens that end a text by their name. Marks them, the listed ones and those of completions in
-    the middle of a file as control tokens, which are no text, as they are in GGUF files."""
+    """The added tokens with the name of an end token. Marks these, the listed end tokens and the
+    fill-in-the-middle tokens as control tokens, as in GGUF files, so that they are not part of the text."""
     added = tokenizer.get_added_tokens_decoder()
     for number, token in added.items():
         if not token.special and (number in listed or token.content in END_TOKENS | FIM_TOKENS):

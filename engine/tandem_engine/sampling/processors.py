@@ -29,8 +29,8 @@ _DROPPED = np.float32(-math.inf)
 
 
 class TokenHistory:
-    """The tokens that processing depends on: the prompt, the output, and how often each token is in it; and
-    those that the request allows."""
+    """The tokens that processing depends on: prompt, output, the counts of its tokens, and the tokens that
+    the request allows."""
 
     def __init__(
         self,

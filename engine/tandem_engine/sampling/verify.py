@@ -10,8 +10,8 @@ sampled as without a draft, with the same random numbers, so drafts change only 
 The walk also stops at a token that ends the text, and at a node without a mask of the request's guide. The
 scheduler applies limits, the pod stop strings.
 
-An exception while one sequence is verified is that sequence's result; the others go on. A sequence whose
-masks are late sits the step out (step_masks.py).
+An exception while one sequence is verified is that sequence's result; the others continue. A sequence whose
+masks are late skips the step (step_masks.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Verified:
     one, the bonus, is no node: its KV is not computed yet.
     """
 
-    #: At least one; none if the sequence sits the step out, and then nothing of its draft stays either.
+    #: At least one; none if the sequence skips the step, which also discards its draft's KV.
     token_ids: tuple[int, ...]
     #: Nodes whose KV stays, in order; the root (0) first.
     path: tuple[int, ...]
@@ -133,7 +133,7 @@ class Verifier:
                         rows = logits[first_row:end_row]
                     step, request.masks = request.masks, None
                     if step is None and request.guide is not None:
-                        raise InvariantError("the masks of a guide were not begun")
+                        raise InvariantError("the masks of a guide were not started")
                     allowed = step.masks.result() if step is not None else None
                     verified.append(_verify_sequence(sequence, rows, choices, allowed, self.custom))
             except Exception as error:

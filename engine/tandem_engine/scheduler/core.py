@@ -66,8 +66,8 @@ class Scheduler:
         """Queue a request.
 
         Raises InvalidRequestError when the prompt does not fit the context, CapacityError when the whole
-        pool could not hold the request at its longest. An answer that only the context limits is cut to what
-        the pool holds.
+        pool could not hold the request at its longest. An answer that only the context
+        limits is cut to the pool's size.
         """
         self._validate(request)
         self._queues.enter(request)
@@ -279,8 +279,8 @@ class Scheduler:
             return self._apply_search(sequence, request.search)
         update = append_tokens(request, verified.token_ids, self.config.max_model_len)
         num_valid = sequence.num_new_tokens if sequence.draft is None else len(verified.path)
-        # A text that ended inside the accepted path leaves KV beyond its end. One that sat the step out needs
-        # the logits of its last token again.
+        # A text that ended inside the accepted path leaves KV beyond its end. A sequence that skipped the
+        # step needs the logits of its last token again.
         most = request.num_tokens - (not verified.token_ids)
         request.num_computed_tokens = min(sequence.start + num_valid, most)
         self._blocks.commit(request)

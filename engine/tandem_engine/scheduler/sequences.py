@@ -30,8 +30,8 @@ class VerifiedTokens(Protocol):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Tokens emitted: the accepted guesses and one more from the target; none if the sequence sits the
-        step out."""
+        """Tokens emitted: the accepted drafts and one more from the target; none if the sequence skips
+        the step."""
 
     @property
     def path(self) -> tuple[int, ...]:
