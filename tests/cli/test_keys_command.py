@@ -57,4 +57,4 @@ def test_the_first_fault_of_a_file_is_named(tmp_path: Path) -> None:
         assert code == 1
         assert error.startswith(f"error: {file}:1: {fault}"), error
     file.write_text("tenant=a")
-    assert "the line: is no JSON" in run("check", str(file))[2]
+    assert "the line: is not JSON" in run("check", str(file))[2]

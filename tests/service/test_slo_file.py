@@ -39,7 +39,7 @@ def test_objectives_may_be_relative_to_the_time_without_load(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "the file: is no JSON"),
+        ("", "the file: is not JSON"),
         ("[]", "the file: .*object"),
         ("{}", "the file: has fewer than 1 entries"),
         ('{"chat": {"ttft": 1}}', r"chat\.ttft: is unknown; did you mean ttft_ms\?"),

@@ -179,7 +179,7 @@ def ask_once(options: ChatOptions, text: str) -> int:
 
 
 def converse(options: ChatOptions) -> int:
-    """Runs the conversation until the user exits. Raises GatewayError before it if nothing answers."""
+    """Runs the conversation until the user exits. Raises GatewayError first if no gateway answers."""
     model = served_model(options.target, options.ca, options.api_key)
     console = Console()
     with open_public_sync_channel(options.target, options.ca) as channel:

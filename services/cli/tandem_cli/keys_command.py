@@ -26,13 +26,13 @@ def new_key(
         ),
     ] = None,
     operator: Annotated[
-        bool, typer.Option("--operator", help="It may see the requests of all tenants: dashboard, metrics.")
+        bool, typer.Option("--operator", help="Allows the dashboard and metrics, which show all tenants.")
     ] = False,
     file: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Keys file to append to; gateways read it again.")
     ] = None,
 ) -> None:
-    """Make a key and its line of a keys file, which has only the key's digest. The key is shown once."""
+    """Make a key and its line in a keys file. The line has only the key's digest; the key is shown once."""
     if not tenant:
         fail("--tenant is empty; name the owner of the key", code=2)
     key = f"tandem-{secrets.token_urlsafe(32)}"
@@ -63,7 +63,7 @@ def check_keys(
         Path | None, typer.Option(help="The gateway's file of SLO classes, if it has one.")
     ] = None,
 ) -> None:
-    """Name the first fault of a keys file, or the number of its keys."""
+    """Print the first fault of a keys file, or the number of its keys."""
     from tandem_gateway.auth import ApiKeys, KeyFileError
     from tandem_service.slo_file import SloFileError, load_slo_classes
 

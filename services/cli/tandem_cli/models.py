@@ -34,7 +34,7 @@ def obtain(name_or_path: str) -> Path:
 
 
 def _up_to_date(folder: Path) -> Path:
-    """The folder, with what an earlier version left out of it."""
+    """The folder, after adding what an earlier version did not write."""
     if ModelManifest.read(folder).recommended_sampling is None:
         from tandem_engine.model_loader import complete
 
@@ -98,7 +98,7 @@ def prepare_weights(folder: Path, dtype: str, quantization: str) -> None:
 
 
 def check_for_gateways(manifest: ModelManifest, chat_template: Path | None, generation_config: str) -> None:
-    """Raises ModelLoadError for a template or a recommended sampling that gateways refuse."""
+    """Raises ModelLoadError if gateways would refuse the template or the recommended sampling."""
     if generation_config == "auto":
         _ = manifest.sampling
     if chat_template is not None:

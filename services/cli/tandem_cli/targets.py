@@ -1,7 +1,8 @@
-"""The system that a command talks to: the one with the given address, or the one that runs on this machine.
+"""Finds the system that a command uses: the one with the given address, or the one on this machine.
 
-An address is HOST:PORT, a URL (also OpenAI's base URL) or a port of this machine. Of a system that runs here
-each of its ports leads to the port that the command needs; elsewhere the port must speak its protocol.
+An address is HOST:PORT, a URL (also OpenAI's base URL) or a port of this machine. For a system on this
+machine, any of its ports selects the port that the command needs. For other systems, the port must speak the
+command's protocol.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tandem_cli.up.state_file import FleetRecord, read_state
 #: Ports of `tandem up` and of the processes themselves, for gateways without a state file, as in containers.
 _DEFAULTS = {"grpc": "127.0.0.1:20051", "http": "127.0.0.1:8000"}
 _LOCAL = ("127.0.0.1", "localhost", "[::1]", "")
-#: Of calls that only ask whether and what a gateway serves.
+#: Timeout of calls that ask whether a gateway answers and which model it serves.
 TIMEOUT_S = 5.0
 
 Purpose = Literal["grpc", "http"]
@@ -35,7 +36,7 @@ class GatewayError(Exception):
 
 
 def running() -> dict[Path, FleetRecord]:
-    """The systems that run here, by state file in this user's cache; skips what a killed supervisor left."""
+    """The local systems, from the state files in this user's cache; skips those of killed supervisors."""
     found = {}
     for path in sorted((cache_root() / "run").glob("*.json")):
         try:
@@ -49,8 +50,8 @@ def running() -> dict[Path, FleetRecord]:
 
 
 def fleet_of(address: str) -> FleetRecord | None:
-    """The system that runs here with this address; of "" the only system. None: there is none.
-    Several systems end the command."""
+    """The local system with this address, or for "" the only one; None if there is none. Ends the command if
+    several match."""
     fleets = list(running().values())
     if address:
         host, _, port = _split(address)[1].rpartition(":")
@@ -86,7 +87,7 @@ def _split(address: str) -> tuple[str, str]:
 
 @contextmanager
 def stub(target: str, ca_file: Path | None) -> Iterator[gateway_pb2_grpc.GatewayServiceStub]:
-    """For calls to the gateway at a gRPC address, whose errors become GatewayError."""
+    """A context for calls to a gateway's gRPC address; turns their errors into GatewayError."""
     with open_public_sync_channel(target, ca_file) as channel:
         try:
             yield gateway_pb2_grpc.GatewayServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -95,7 +96,7 @@ def stub(target: str, ca_file: Path | None) -> Iterator[gateway_pb2_grpc.Gateway
 
 
 def served_model(target: str, ca_file: Path | None, api_key: str | None) -> str:
-    """Name of the served model, after a call that shows that the gateway answers. Raises GatewayError."""
+    """Name of the served model; asks the gateway. Raises GatewayError."""
     request = gateway_pb2.ListModelsRequest()
     with stub(target, ca_file) as gateway:
         models = gateway.ListModels(request, timeout=TIMEOUT_S, metadata=key_metadata(api_key)).models
@@ -103,7 +104,7 @@ def served_model(target: str, ca_file: Path | None, api_key: str | None) -> str:
 
 
 def served_model_http(url: str, ca_file: Path | None, api_key: str | None) -> str:
-    """The first model of any server with OpenAI's API, "" if it lists none. Raises GatewayError."""
+    """The first model that a server with OpenAI's API lists; "" if it lists none. Raises GatewayError."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     verify = True if ca_file is None else ssl.create_default_context(cafile=str(ca_file))
     try:
@@ -124,10 +125,10 @@ def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def unreachable(address: str, details: str) -> str:
-    """A sentence for an address where no gateway answers."""
+    """Error message for an address where no gateway answers."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
         return f"the certificate of {address} is not trusted; name a file of its authorities with --ca"
-    # What httpx says about a frame of HTTP/2, and gRPC about an answer of HTTP/1.
+    # httpx's message for an HTTP/2 frame, and gRPC's for an HTTP/1 answer.
     if "illegal request line" in details:
         return f"{address} is a gRPC port; give the gateway's HTTP port with --target, by default 8000"
     if "http1.x" in details or "Expected SETTINGS frame" in details:

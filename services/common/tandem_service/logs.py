@@ -16,7 +16,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from tandem_service.settings import CommonSettings
 
-#: Characters on which a terminal acts, in a caller's text that a line quotes; lines of tracebacks end in \n.
+#: Control characters of terminals, which a log line may quote from a caller; traceback lines end in \n.
 _CONTROLS = r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b"
 #: The renderer's own colors.
 _COLOR = r"(?!\[[0-9;]*m)"

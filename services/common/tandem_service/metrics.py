@@ -88,7 +88,7 @@ class MetricsServer:
             self._thread.join(timeout=5.0)
 
     def _make_place(self, connection: socket.socket, _: object) -> bool:
-        """For a new connection, which its thread closes."""
+        """Makes room for a new connection, which its thread closes."""
         self._connections = [one for one in self._connections if one.fileno() >= 0]
         if len(self._connections) >= _MAX_CONNECTIONS:
             with contextlib.suppress(OSError):

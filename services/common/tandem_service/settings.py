@@ -89,7 +89,7 @@ class CommonSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """least severe level that is logged"""
     log_format: Literal["console", "json"] = "console"
-    """how log lines look; in the console form a gateway's lines of requests need the debug level"""
+    """format of log lines; in the console format a gateway logs requests at the debug level only"""
     drain_s: Annotated[float, Field(ge=0.0)] = 10.0
     """seconds that running streams get to finish after SIGTERM"""
 
@@ -207,9 +207,9 @@ def parse(cls: type[SettingsT], arguments: Sequence[str]) -> SettingsT:
 
 
 def _unknown_flag(cls: type[BaseSettings], flag: str) -> str:
-    """The message about a flag that is none of the settings'."""
+    """The error message for an unknown flag."""
     if not flag.startswith("--"):
-        return f"{flag!r} belongs to no flag; --help lists them"
+        return f"{flag!r} is not a flag; --help lists the flags"
     known = [f"--{field.replace('_', '-')}" for field in cls.model_fields]
     return f"{flag} is unknown{did_you_mean(flag, known) or '; --help lists the flags'}"
 

@@ -57,7 +57,7 @@ class _Objectives(BaseModel):
     @model_validator(mode="after")
     def _check_what_happens_to_late_requests(self) -> Self:
         if self.strict and self.waits:
-            raise ValueError("strict refuses late requests and waits does not; give one")
+            raise ValueError("strict refuses late requests, but waits queues them; set only one")
         return self
 
 

@@ -1,4 +1,4 @@
-"""pydantic's errors in words for the reader of a flag, a settings file or a keys file."""
+"""Words for pydantic's errors in flags, settings files and keys files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-#: A name is taken for a misspelt one that is this similar.
+#: A name this similar to a known one counts as misspelt.
 _SIMILAR = 0.7
 #: By type of error; the fields are those of its context.
 _WORDS = {
     "missing": "is missing",
     "extra_forbidden": "is unknown",
-    "json_invalid": "is no JSON: {error}",
+    "json_invalid": "is not JSON: {error}",
     "int_parsing": "must be an integer",
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
@@ -40,7 +40,7 @@ _WORDS = {
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name; "" if none is similar."""
+    """The end of a message about an unknown name; "" if no known name is similar."""
     (similar,) = difflib.get_close_matches(name, known, 1, _SIMILAR) or ("",)
     return f"; did you mean {similar}?" if similar else ""
 
@@ -56,7 +56,7 @@ def reason(error: ErrorDetails) -> str:
 def first_problem(error: ValidationError, known: Iterable[str], whole: str) -> str:
     """Place and reason of the first problem. `known`: names of fields; `whole`: name of what is validated."""
     errors = error.errors(include_url=False, include_input=False)
-    for one in errors:  # a misspelt name explains one that is missing
+    for one in errors:  # a misspelt name explains a missing one
         if one["type"] == "extra_forbidden" and (meant := did_you_mean(str(one["loc"][-1]), known)):
             return f"{'.'.join(map(str, one['loc']))}: is unknown{meant}"
     place = [str(part) for part in errors[0]["loc"] if part != "[key]"]

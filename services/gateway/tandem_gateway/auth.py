@@ -38,7 +38,7 @@ _OF_TENANT = ("weight", "max_requests", "tokens_per_minute")
 
 def authorization(headers: Mapping[str, str]) -> str:
     """The value for `ApiKeys.authenticate` from a request's headers, whose names are in lower case. A key in
-    x-api-key counts if there is no bearer token, for example if a proxy's password is in Authorization."""
+    x-api-key counts if there is no bearer token, for example if Authorization has a proxy's password."""
     given, key = headers.get("authorization", ""), headers.get("x-api-key", "")
     return f"Bearer {key}" if key and not given.lower().startswith("bearer ") else given
 
@@ -66,7 +66,7 @@ class Caller:
 
     @property
     def waiting_class(self) -> str:
-        """The first of its classes that refuses no late request; "": there is none."""
+        """The first of its classes in which late requests wait; "": there is none."""
         allowed = self.slo_classes or self.known_classes
         return next((name for name in allowed if not self.known_classes[name].refuses), "")
 

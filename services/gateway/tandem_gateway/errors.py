@@ -70,7 +70,7 @@ class ContextLengthError(InvalidRequestError):
     """
 
     def __init__(self, field: str, num_tokens: int, however: str) -> None:
-        """`num_tokens`: the context; `however`: a sentence about the request, with the remedy."""
+        """`num_tokens`: the context length; `however`: a sentence about the request, with the remedy."""
         sentence = f"This model's maximum context length is {num_tokens} tokens."
         super().__init__(field, f"{sentence} However, {however}")
 
@@ -118,13 +118,13 @@ class ForbiddenError(GatewayError):
     """The API key does not allow this."""
 
 
-#: Longest retry-after. Clients give up on a longer one, ignore it, or sleep through all of it.
+#: Longest retry-after. Clients give up on a longer one, ignore it, or wait for all of it.
 MAX_RETRY_AFTER_S = 60.0
 
 
 class OverloadedError(GatewayError):
-    """Refused at once; a retry is expected to succeed after `retry_after_s` seconds, or later if these are
-    the most. None: never."""
+    """Refused at once; a retry is expected to succeed after `retry_after_s` seconds, or later if this is the
+    maximum. None: never."""
 
     def __init__(self, message: str, retry_after_s: float | None, reason: RefusalReason) -> None:
         super().__init__(message)

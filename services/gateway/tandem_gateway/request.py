@@ -26,7 +26,7 @@ from tandem_service.interceptors import request_id_or_new
 from tandem_gateway.auth import Caller
 from tandem_gateway.errors import ContextLengthError
 
-#: An answer that only the context limits usually has at most this many tokens.
+#: An answer limited only by the context usually has at most this many tokens.
 USUAL_TOKENS = 512
 #: Choices of one prompt.
 MAX_CHOICES = 32
@@ -76,7 +76,7 @@ class TenantLimits:
     tokens_per_minute: int | None = None
     #: Share of the work, relative to other tenants, when demand exceeds capacity.
     weight: float = 1.0
-    #: A class of the caller that refuses no late request; "": none.
+    #: A class of the caller in which late requests wait; "": none.
     waiting_class: str = ""
 
 
@@ -91,7 +91,7 @@ class TokenizedRequest:
     tenant: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    #: The objectives by which it is judged.
+    #: The objectives with which the receipt compares it.
     slo: SloTarget
     arrived: float
     deadline: float
@@ -108,7 +108,7 @@ class TokenizedRequest:
     choice: int = 0
     #: Its number among the choices of its prompt.
     rank: int = 0
-    #: Whether it would be late, so it waits and runs like a request without objectives.
+    #: Whether it is late, so it waits and runs as best effort.
     is_late: bool = False
     #: Seconds from arrival until the first token is due; None: by its objectives.
     due_s: float | None = None
@@ -188,8 +188,8 @@ def num_choices_of(record: answers_pb2.AnswerRecord) -> int:
 
 
 def with_seed(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Adds a random seed, which all prompts of a call share, unless one is given. JavaScript reads it
-    exactly."""
+    """Adds a random seed for all prompts of a call, unless one is given. It is below 2^53, so that JavaScript
+    reads it exactly."""
     return {"seed": secrets.randbits(53), **sampling}
 
 

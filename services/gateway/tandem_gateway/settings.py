@@ -18,11 +18,11 @@ from tandem_gateway.tools.detect import FormatSetting
 
 
 def _check_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
-    """ValueError for a value that is no host name."""
+    """Raises ValueError if the value is not a host name."""
     for host in hosts:
         if not _HOST.fullmatch(host):
             raise ValueError(
-                f"{host!r} is no host name; give NAME or *.DOMAIN without a port; --no-api-keys allows all"
+                f"{host!r} is not a host name; give NAME or *.DOMAIN without a port; --no-api-keys allows all"
             )
     return hosts
 
@@ -41,10 +41,10 @@ Hosts = Annotated[Entries, AfterValidator(_check_hosts)]
 
 
 def _check_aliases(aliases: tuple[str, ...]) -> tuple[str, ...]:
-    """ValueError for a name that no request has, or one with a character class."""
+    """Raises ValueError for a name that no request can have, or one with a character class."""
     for alias in aliases:
         if not _ALIAS.fullmatch(alias):
-            raise ValueError(f"{alias!r} is no name of a model; use letters, digits and . _ : / @ + - *")
+            raise ValueError(f"{alias!r} is not a model name; use letters, digits and . _ : / @ + - *")
     return aliases
 
 

@@ -58,5 +58,5 @@ async def test_with_keys_or_for_everyone_all_names_are_served(pods, gateway, key
     "host", ["*", "https://a.example", "a.example:80", "a b", "*a.example", "a.*.example"]
 )
 def test_what_is_no_host_name_is_refused(host):
-    with pytest.raises(ValueError, match="is no host name"):
+    with pytest.raises(ValueError, match="is not a host name"):
         GatewaySettings(model="m", decode="127.0.0.1:1", allowed_hosts=host)

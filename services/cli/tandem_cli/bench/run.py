@@ -30,7 +30,7 @@ def run_bench(options: BenchOptions) -> Run:
     """Sends the load, prints the report and writes the files. Raises BenchError before the first request."""
     point = options.point()
     _check_folders(options.output, options.report)
-    RequestMaker(options)  # names wrong options and files first
+    RequestMaker(options)  # reports wrong options and files first
     options = _connected(options)
     maker = RequestMaker(options)
     requests = maker.make(point.workload)

@@ -154,7 +154,7 @@ def plan(
 
 
 def _lacking(weight_bits: int, kv_bits: int) -> list[str]:
-    """What the engine does not have yet of what the options assume."""
+    """Features that the options assume and the engine lacks."""
     assumed = {"quantised weights on GPUs": weight_bits < 16, "quantised KV": kv_bits < 16}
     return [name for name, is_assumed in assumed.items() if is_assumed]
 

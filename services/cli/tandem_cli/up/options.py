@@ -28,7 +28,7 @@ class PodFlag:
     role: str
     flag: str
     value: str
-    #: As the user wrote it.
+    #: The text as the user wrote it.
     text: str = ""
 
     @classmethod

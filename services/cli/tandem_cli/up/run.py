@@ -77,7 +77,7 @@ class _Fleet:
         self._state = state
         self._model_name = model_name
         self._ready = False
-        #: After a failed start nothing may follow its cause.
+        #: After a failed start, the cause must be the last line.
         self._has_failed = False
         self._stop = asyncio.Event()
         self._supervisor: Supervisor | None = None
@@ -152,7 +152,7 @@ class _Fleet:
             self._view.event(spec.name, message)
 
     def _on_line(self, spec: ProcessSpec, line: str) -> None:
-        # What Redis prints at its start and end is routine; a failed start shows it with its cause.
+        # Redis' output at start and end is routine; a failed start prints it with the cause.
         is_routine = spec.role.startswith("redis") and (self._stop.is_set() or not self._ready)
         if not (self._has_failed or is_routine):
             self._view.line(spec.role, spec.name, line)
@@ -195,7 +195,7 @@ def banner(options: FleetOptions, model_name: str) -> str:
     url = f"http{'s' * options.serves_tls}://{http_target}"
     certificate = next((flag.value for flag in options.pod_flags if flag.flag == "tls-cert"), "")
     if options.serves_tls:
-        # If an authority has signed it, its file is needed instead.
+        # A certificate signed by an authority needs the authority's file instead.
         authorities = shlex.quote(str(Path(certificate).resolve()))
         chat, curl = f"{chat} --ca {authorities}", f"{curl} --cacert {authorities}"
     export = header = ""

@@ -38,7 +38,7 @@ _MAX_LINE = 1 << 16
 #: Exit code of a pod that refuses its settings; it is not restarted.
 EXIT_BAD_SETTINGS = 2
 
-#: Time for the processes of a stage to end before they are killed; they drain for 10 s by default.
+#: Time until the processes of a stage are killed; they drain for 10 s by default.
 GRACE_S = 12.0
 
 #: Limits how long OpenMP threads spin after an operation: idle pods would occupy the cores of busy ones.

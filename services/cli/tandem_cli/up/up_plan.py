@@ -196,7 +196,7 @@ def certificate_files(folder: Path, name: str) -> PemFiles:
 
 
 def check_settings(options: FleetOptions, plan: ProcessPlan) -> None:
-    """Raises OptionError for what a process would refuse: its flags and variables, and files of gateways."""
+    """Raises OptionError if a process would refuse its flags, variables or files."""
     from pydantic_settings import SettingsError
     from tandem_gateway.auth import ApiKeys, KeyFileError
     from tandem_gateway.settings import GatewaySettings

@@ -57,9 +57,9 @@ class Admission:
         on_accepted: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[Admitted]:
         """Holds the request's places for the length of the block. `other_tokens`: tokens of the call's other
-        prompts, which are computed before this one. `on_accepted` is called when admission will not refuse
-        the request any more: it begins, or waits in the queue. Raises OverloadedError, or DeadlineError if
-        the request's deadline passes before it is admitted."""
+        prompts, which are computed before this one. `on_accepted` is called when admission can no
+        longer refuse the request: it begins or waits in the queue. Raises OverloadedError, or DeadlineError
+        if the request's deadline passes before it is admitted."""
         tenant, places = request.tenant, request.limits.places
         if places is not None and num_places > max(places, 1):
             raise InvalidRequestError(

@@ -152,8 +152,8 @@ class Gate:
     # -- the rule -------------------------------------------------------------------------------------
 
     def _is_late(self, admitted: Admitted, effects: Effects, key: int) -> bool:
-        """Whether the request would be late or make others late, and waits. Raises OverloadedError to refuse
-        it instead."""
+        """Whether the request must wait because it would be late or make others late. Raises OverloadedError
+        to refuse it instead."""
         request, route, slo = admitted.request, effects.route, admitted.request.slo
         forecast, waited_s = self._forecast(effects), time.monotonic() - request.arrived
         appointments = self._reservations.appointments

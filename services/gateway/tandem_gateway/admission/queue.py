@@ -19,7 +19,7 @@ from tandem_gateway.errors import OverloadedError
 from tandem_gateway.request import TokenizedRequest
 
 MIN_RETRY_AFTER_S = 0.05
-#: Most prompt tokens in the queue, of which a tenant may have half; each takes about 50 bytes.
+#: Maximum prompt tokens in the queue (about 50 bytes each); a tenant may have half of them.
 MAX_QUEUED_TOKENS = 8 << 20
 #: Best-effort requests take at most this share of the places, so that requests with objectives find one, and
 #: at most this multiple of the pods' batch slots, because requests on pods compete with later ones and queued

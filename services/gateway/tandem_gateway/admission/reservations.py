@@ -177,7 +177,7 @@ class Appointment:
     due_s: float
     route: Route
     num_places: int
-    #: Monotonic seconds at which it is expected.
+    #: Monotonic seconds at which the client is expected.
     at: float
     #: Seconds that its work takes in its part of all work, if it comes.
     length_s: float
@@ -218,8 +218,8 @@ class Appointments:
         length_s = num_places * route.work_s / _SHARE_OF_RETURNING * num_tenants
         at = now + min(after_s, MAX_RETRY_AFTER_S)
         for other in self._order:
-            # The share that came back lately counts for earlier appointments too: after a flood of clients
-            # that do not come back, a new one does not wait for them.
+            # The recent share of returning clients counts for earlier appointments too. After a flood of
+            # clients that do not return, a new client does not wait for them.
             until = other.at + other.length_s * self.returning
             if other.tenant == request.tenant and until > at:
                 if other.at >= at + length_s * self.returning:

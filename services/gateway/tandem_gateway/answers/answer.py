@@ -52,7 +52,7 @@ class Answer:
     events: list[bytes] = field(default_factory=list)
     #: For each choice the number of its tokens, plus one after its end.
     position: list[int] = field(init=False)
-    #: For each choice its tokens.
+    #: The tokens of each choice.
     _outputs: list[array[int]] = field(init=False)
     _num_ended: int = 0
     #: Why the computation ended before the answer did.
@@ -149,7 +149,7 @@ class Answer:
         self.notify()
 
     async def accepted(self) -> None:
-        """Waits until admission will not refuse the computation any more."""
+        """Waits until admission can no longer refuse the computation."""
         while not self.is_accepted:
             await self.wait()
 

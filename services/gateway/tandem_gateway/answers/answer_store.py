@@ -45,7 +45,7 @@ LEASE_MS = 1000
 _HEARTBEAT_S = 0.3
 #: Longest wait for Redis, because streams pause meanwhile.
 _TIMEOUT_S = 0.5
-#: Events that one call reads: an answer of 100,000 takes longer than that wait, and the event loop's turn.
+#: Events per call. An answer of 100,000 would exceed the wait for Redis and an event-loop turn.
 PAGE_EVENTS = 500
 #: Longest wait for a new connection; no stream waits for it.
 _CONNECT_S = 2.0
@@ -233,8 +233,8 @@ class AnswerStore:
         return None
 
     async def read_on(self, name: str, answer_id: str, start: int) -> StoredProgress | None:
-        """A page of events from `start`, without the record, which has all prompts. None: there is none of
-        this id, or it cannot be read."""
+        """A page of events from `start`, without the record, which has all prompts. None: there is no answer
+        with this id, or it cannot be read."""
         with self._unreadable(name):
             async with self.connection() as redis:
                 stored_id, stored_owner = await redis.hmget(self._key(name), ("id", "owner"))

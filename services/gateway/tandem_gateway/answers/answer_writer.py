@@ -125,7 +125,7 @@ class AnswerWriter:
                     self._store.end(owner)
 
     async def _read_on(self, answer: Answer) -> StoredProgress:
-        """Adds all events that the answer lacks."""
+        """Adds all missing events of the answer."""
         while True:
             stored = await self._store.read_on(answer.name, answer.record.id, len(answer.events))
             if stored is None:

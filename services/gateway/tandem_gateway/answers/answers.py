@@ -89,7 +89,7 @@ class Answers:
         self._request_timeout_s = request_timeout_s
         self._kept = kept
         self._running: set[Answer] = set()
-        #: By name; each serializes search and creation, so that a name has one answer here.
+        #: By name; each lock serializes search and creation, so that a name has one answer here.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._is_stopping = False
         self.is_draining = False
@@ -363,7 +363,7 @@ class Answers:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _find(self, name: str, *, answer_id: str = "", must_look: bool = False) -> Answer | None:
-        """The answer of this name here or in the store. Hold the name's lock.
+        """The answer with this name, in memory or in the store. Hold the name's lock.
 
         `answer_id`: the answer's id, if the caller knows it; `must_look`: raise UnavailableError without
         Redis.

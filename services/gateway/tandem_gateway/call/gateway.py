@@ -72,7 +72,7 @@ from tandem_gateway.tools.form import AnswerForms
 INLINE_CHARS = 4096
 #: Number of these threads; a text as long as the context takes up to seconds.
 _TOKENIZING_THREADS = 2
-#: Limits on texts in these threads and their queue, in texts of the longest kind.
+#: Limits on texts in these threads and their queue, in texts of maximum length.
 MAX_TOKENIZING, MAX_TOKENIZING_OF_TENANT = 64, 8
 #: JSON writes a control character in six bytes.
 _JSON_ESCAPE_BYTES = 6
@@ -108,7 +108,7 @@ class Gateway:
         self.manifest = tokenizer.manifest
         self.fleet = fleet
         self.settings = settings
-        #: For the fields of SamplingParams that a request leaves out.
+        #: Values of the SamplingParams fields that a request leaves out.
         self.recommended_sampling = self.manifest.sampling if settings.generation_config == "auto" else {}
         self._forms = AnswerForms(tokenizer, settings.tool_format, splits_reasoning=settings.split_reasoning)
         self._admission = admission
@@ -124,7 +124,7 @@ class Gateway:
         #: Ids of running requests; the pods need them to be unique.
         self._running_ids: set[str] = set()
         self._log = structlog.get_logger("tandem.gateway")
-        #: In a console a line per request would displace everything else.
+        #: On a console, a line per request would hide all others.
         self._request_level = logging.INFO if settings.log_format == "json" else logging.DEBUG
 
     @contextmanager
@@ -346,8 +346,8 @@ class Gateway:
     async def run(
         self, requests: Sequence[TokenizedRequest], on_accepted: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[Event, None]:
-        """Yields the events of all choices of one call. Close the generator to cancel them. `on_accepted` as
-        in Admission.slot.
+        """Yields the events of all choices of one call. Close the generator to cancel them. `on_accepted`:
+        see Admission.slot.
 
         All choices are admitted together; each choice, or each beam, takes one place. Raises OverloadedError,
         DeadlineError, UnavailableError, UpstreamError.
@@ -370,8 +370,8 @@ class Gateway:
             trace.set(trace_attributes.of_choices(len(requests), num_prompt))
         #: Computed tokens for each one of an answer: a beam search computes more texts than it returns.
         computed = num_sequences(requests) / len(requests)
-        #: Tokens that the tenant's quota holds for the call, those of them that are prompt, and tokens of
-        #: answers so far.
+        #: Tokens that the tenant's quota holds for the call, its prompt tokens, and tokens of answers so
+        #: far.
         num_held = num_computed = num_relayed = 0
         per_minute = first.limits.tokens_per_minute
         #: Fields of a refusal; a reference to the error itself would form a cycle with this frame.
@@ -399,7 +399,7 @@ class Gateway:
                                 break  # the last event is sent after the places are released
                         elif choice.relayed(len(event.token_ids)):
                             num_relayed += len(event.token_ids)
-                            if num_prompt + num_relayed > num_held:  # it has no limit but the context
+                            if num_prompt + num_relayed > num_held:  # only the context limits it
                                 self._rates.charge(first.tenant, per_minute, USUAL_TOKENS)
                                 num_held += USUAL_TOKENS
                             is_first = admitted.first_at is None
@@ -544,7 +544,7 @@ class Gateway:
         if miss:
             receipt.slo_miss_cause = miss_cause(
                 receipt,
-                # One that was expected to be late exceeds no prediction.
+                # A request that was expected to be late exceeds no prediction.
                 None if request.is_late else admitted.forecast,
                 is_late_start=ttft_s > request.slo.ttft_s > 0,
                 is_late_end=e2e_s > request.slo.e2e_s > 0,

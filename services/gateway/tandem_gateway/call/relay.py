@@ -240,7 +240,7 @@ class Relay:
             except _LostError as error:
                 trace.set_stage({"tandem.loss.message": str(error)})
                 trace.fail_stage(error.cause.value)
-                # A call that is silent while the pod's other calls are not says nothing of them.
+                # If one call is silent and the pod's other calls are not, the pod is not hung.
                 is_alive = error.cause is LossCause.SILENT and route.decode.is_heard(_SILENCE_LIMIT_S / 2)
                 if not is_alive:
                     is_expected = error.cause is LossCause.DRAINING

@@ -19,7 +19,7 @@ class TenantThreads:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
-        #: Sizes of the work that has not ended, by tenant.
+        #: Sizes of unfinished work, by tenant.
         self.waiting: Counter[str] = Counter()
         self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(asyncio.BoundedSemaphore)
 

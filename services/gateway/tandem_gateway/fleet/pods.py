@@ -89,7 +89,7 @@ class Pod:
         self.found_at = time.monotonic()
 
     def is_heard(self, within_s: float) -> bool:
-        """Whether a call got a message from it lately."""
+        """Whether a call received a message from it recently."""
         return time.monotonic() - self.heard_at < within_s
 
     def renew_channel(self) -> grpc.aio.Channel | None:
