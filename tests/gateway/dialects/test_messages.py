@@ -333,3 +333,22 @@ async def test_reasoning_is_shown_to_those_who_ask_for_thinking(pods, gateway, t
 
 def _events(answer):
     return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ('{"a": 1e999, "b": 1.5}', {"a": "1e999", "b": 1.5}),
+        (r'"{\"a\": NaN}"', {"a": "NaN"}),
+        (r'{"a": "\ud83d"}', {"a": "\ud83d"}),
+        ("[1]", {}),
+        ("5", {}),
+    ],
+)
+async def test_any_arguments_of_a_call_become_an_object_of_json(pods, gateway, tmp_path, arguments, given):
+    words = (f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>',)
+    front = await gateway(await pods(words=words), model=make_tool_folder(tmp_path, "qwen2.5"))
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    answer = await front.http.post("/v1/messages", json={**ASKED, "tools": tools})
+    (block,) = answer.json()["content"]
+    assert block["input"] == given

@@ -297,6 +297,16 @@ async def test_items_of_a_turn_become_one_message(pods, gateway, tmp_path):
     assert response.usage.input_tokens == counted
 
 
+@pytest.mark.parametrize("name", ["apply_patch", r"\ud83d"])
+async def test_half_of_a_surrogate_pair_ends_no_answer(pods, gateway, tmp_path, name):
+    words = (rf'<tool_call>{{"name": "{name}", "arguments": {{"input": "\ud83d"}}}}</tool_call>',)
+    front = await gateway(await pods(words=words), model=make_tool_folder(tmp_path, "qwen2.5"))
+    asked = {"model": "tiny-chat", "input": "Edit.", "tools": [PATCH]}
+    for stream in (False, True):
+        answer = await front.http.post("/v1/responses", json={**asked, "stream": stream})
+        assert answer.status_code == 200 and r"\ud83d" in answer.text and '"completed"' in answer.text
+
+
 async def test_a_call_of_a_custom_tool_has_its_text(pods, gateway, tmp_path):
     text = '*** Begin "Patch"\n+é'
     call = json.dumps({"name": "apply_patch", "arguments": {"input": text}})

@@ -9,6 +9,7 @@ message_stop
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -152,11 +153,17 @@ def _head_of(call: Rendered) -> Rendered:
     return {"id": call["id"], "name": call["function"]["name"]}
 
 
-def _parsed(arguments: str) -> Any:
+def _parsed(arguments: str) -> Rendered:
+    """The arguments as an object. Numbers that JSON cannot express become texts."""
     try:
-        return json.loads(arguments)
+        value = json.loads(arguments, parse_float=_number, parse_constant=str)
     except (ValueError, RecursionError):  # incomplete because of the token limit, or very deep
         return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _number(text: str) -> float | str:
+    return value if math.isfinite(value := float(text)) else text
 
 
 def _usage(chat: Rendered) -> Rendered:

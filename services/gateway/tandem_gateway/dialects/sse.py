@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 #: Encodes like Starlette's JSONResponse.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _CONTAINERS = (dict, list, tuple)
-#: Line breaks of Unicode that JSON permits in strings.
-_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
+#: Line breaks of Unicode that JSON permits in strings, and halves of surrogate pairs: a model may write them in
+#: a call, but UTF-8 has none.
+_ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 SSE_DONE = b"data: [DONE]\n\n"
 
 
@@ -31,7 +32,7 @@ def json_bytes(value: object, *, in_steps: bool = False) -> bytes:
 
 def _encoded(value: object) -> str:
     text = _ENCODER.encode(value)
-    return text if text.isascii() else _LINE_BREAKS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text if text.isascii() else _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _parts(value: object) -> Iterator[str]:
