@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 #: Encodes like Starlette's JSONResponse.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _CONTAINERS = (dict, list, tuple)
-#: Line breaks of Unicode that JSON permits in strings, and halves of surrogate pairs: a model may write them in
-#: a call, but UTF-8 has none.
+#: Line breaks of Unicode that JSON permits in strings, and halves of surrogate pairs: a model may write them
+#: in a call, but UTF-8 has none.
 _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 SSE_DONE = b"data: [DONE]\n\n"
 
