@@ -234,7 +234,7 @@ def parse_schema(text: str) -> dict[str, Any] | bool:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError("json_schema", f"is no JSON: {error}; send a JSON schema") from None
+        raise InvalidRequestError("json_schema", f"is not JSON: {error}; send a JSON schema") from None
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError("json_schema", f"is {quoted(text)}; send an object")
     return schema

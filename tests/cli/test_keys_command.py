@@ -15,7 +15,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_a_new_key_is_let_in_by_its_line(tmp_path: Path) -> None:
+def test_a_new_key_is_accepted_with_its_line(tmp_path: Path) -> None:
     code, out, _ = run("new", "--tenant", "acme", "--slo-class", "batch", "--slo-class", "chat")
     assert code == 0
     key, line = out.splitlines()

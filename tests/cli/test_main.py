@@ -102,7 +102,7 @@ def test_the_version_is_the_installed_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "rm"])
-def test_an_unknown_model_is_refused_with_the_names_of_those_that_are_here(command, tmp_path: Path) -> None:
+def test_an_unknown_model_error_lists_the_stored_models(command, tmp_path: Path) -> None:
     fake_model(tmp_path / "models" / "mine")
     ended = tandem("model", command, "no-such-model", home=tmp_path)
     assert ended.returncode == 1
@@ -134,7 +134,7 @@ def test_a_folder_of_an_earlier_version_is_brought_up_to_date(tiny_model: Path, 
     assert ModelManifest.read(folder) == manifest
 
 
-def test_up_refuses_what_its_gateways_would_refuse_of_a_model(tiny_model: Path, tmp_path: Path) -> None:
+def test_up_refuses_a_model_that_gateways_would_refuse(tiny_model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model, tmp_path / "models" / tiny_model.name))
     (tmp_path / "own.jinja").write_text("{% for m in messages %}\n{{ m.content }", encoding="utf-8")
     command = ("up", "--model", tiny_model.name)

@@ -277,7 +277,7 @@ def test_an_impossible_plan_names_the_reason(args: list[str], what: str) -> None
     assert what in done.output
 
 
-def test_a_fleet_that_the_engine_cannot_run_is_last_and_says_so() -> None:
+def test_a_fleet_that_the_engine_cannot_run_is_listed_last() -> None:
     arguments = [
         "plan",
         "--rate",

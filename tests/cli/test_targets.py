@@ -50,7 +50,7 @@ def register(supervisor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     "address",
     ["", "7001", "127.0.0.1:7001", "localhost:8001", "http://127.0.0.1:8001/v1", "http://localhost:9001/"],
 )
-def test_each_address_of_a_system_here_leads_to_the_port_that_is_needed(register, address) -> None:
+def test_each_address_of_a_local_system_selects_the_needed_port(register, address) -> None:
     record = register()
     assert targets.gateway(address, "grpc") == "127.0.0.1:7001"
     assert targets.gateway(address, "http") == "http://127.0.0.1:8001"
@@ -71,14 +71,14 @@ def test_other_addresses_stay_as_they_are(register) -> None:
     assert targets.gateway("https://api.example.com", "grpc") == "https://api.example.com"
 
 
-def test_a_system_that_still_starts_is_named(register, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_starting_system_is_reported(register, capsys: pytest.CaptureFixture[str]) -> None:
     register(ready=False)
     with pytest.raises(typer.Exit):
         targets.gateway("", "grpc")
     assert "still starts" in capsys.readouterr().err
 
 
-def test_without_a_system_here_the_default_ports_are_tried(register) -> None:
+def test_without_a_local_system_the_default_ports_are_used(register) -> None:
     assert targets.gateway("", "grpc") == "127.0.0.1:20051"
     assert targets.gateway("", "http") == "http://127.0.0.1:8000"
 
@@ -92,7 +92,7 @@ def test_several_systems_are_listed(register, capsys: pytest.CaptureFixture[str]
     assert "--target 127.0.0.1:7001  m7001" in shown and "--target 127.0.0.1:7101  m7101" in shown
 
 
-def test_what_a_killed_supervisor_left_is_ignored(register, tmp_path: Path) -> None:
+def test_the_state_of_a_killed_supervisor_is_ignored(register, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     register(7101, supervisor_pid=ended.pid)
@@ -125,7 +125,7 @@ def silent(register) -> Iterator[None]:
         (("plan", "--rate", "1", "--measured", "1"), "--measured 1: no gateway answers at 127.0.0.1:1"),
     ],
 )
-def test_a_system_that_does_not_answer_is_the_first_that_is_said(silent, arguments, words) -> None:
+def test_an_unreachable_system_is_reported_first(silent, arguments, words) -> None:
     result = CliRunner().invoke(app, arguments, input="a question that is not asked\n")
     assert result.exit_code in (1, 2)
     assert " ".join(result.output.split()).startswith(f"error: {words}")
@@ -140,7 +140,7 @@ def test_the_wrong_port_of_another_machine_is_named(register) -> None:
         assert "is an HTTP port; give the gateway's gRPC port" in " ".join(result.output.split())
 
 
-def test_chat_finds_the_system_and_asks_it(register) -> None:
+def test_chat_finds_the_local_system(register) -> None:
     with FakeGateway(Answer(("s", "u"))).serving() as gateway:
         register(int(gateway.target.rpartition(":")[2]))
         result = CliRunner().invoke(app, ["chat"], input="hi\n/quit\n")

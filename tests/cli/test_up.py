@@ -207,7 +207,7 @@ def test_a_fleet_that_cannot_start_names_the_reason_and_leaves_no_process(instal
         (("--host", "192.0.2.1", "--insecure", "--no-api-keys"), "--host 192.0.2.1: .*an address of this"),
     ],
 )
-def test_what_a_process_would_refuse_is_named_before_any_starts(
+def test_settings_are_checked_before_any_process_starts(
     installation: Path, tmp_path: Path, arguments: tuple[str, ...], complaint: str
 ) -> None:
     bad = tmp_path / "bad"

@@ -40,6 +40,6 @@ def test_every_feature_works(client: Client, system: Mapping[str, str], tmp_path
     ran[client.name] = client_page.entry(run)
 
 
-def test_the_record_says_what_ran(ran):
+def test_the_record_lists_the_features_that_ran(ran):
     record = client_page.recorded()
     assert {name: record.get(name) for name in ran} == ran, "run `make clients`"

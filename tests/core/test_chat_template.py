@@ -85,7 +85,7 @@ def test_a_template_that_is_no_jinja_is_one_clear_error():
         (b" " * (MAX_TEMPLATE_BYTES + 1), "has more than 1,048,576 bytes"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_template_is_named_with_its_line(tmp_path, content, fault):
+def test_an_invalid_template_file_is_refused_with_its_line(tmp_path, content, fault):
     path = tmp_path / "own.jinja"
     path.write_bytes(content)
     folder = make_folder(tmp_path / "model", without_merges(100, SPECIAL), chat_template="{{ messages }}")

@@ -84,7 +84,7 @@ def test_byte_level_merges_special_tokens_and_the_beginning(tmp_path: Path) -> N
     ["<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<EOT>", "<|end|>",
      "<end_of_turn>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
 )  # fmt: skip
-def test_a_token_named_as_an_end_is_one_and_no_text(tmp_path: Path, name: str, kind: TokenType) -> None:
+def test_a_token_with_the_name_of_an_end_token_is_one(tmp_path: Path, name: str, kind: TokenType) -> None:
     tokens, kinds = ["a", "b", name], [TokenType.NORMAL, TokenType.NORMAL, kind]
     file = write(tmp_path / "m.gguf", "gpt2", tokens, kinds, tokenizer_pre="gpt-2", token_merges=[])
     tokenizer = GgufTokenizer(file)
@@ -111,7 +111,7 @@ def test_a_key_names_an_end_whatever_its_text(tmp_path: Path, key: str) -> None:
     assert GgufTokenizer(GgufFile(path)).ends == (1,)
 
 
-def test_text_that_merges_make_is_no_end_token_and_marks_of_completions_are_tokens(tmp_path: Path) -> None:
+def test_merged_text_is_not_an_end_token_and_fim_marks_are_control_tokens(tmp_path: Path) -> None:
     tokens = ["<", "/", "s", ">", "</", "s>", "</s>", "<|fim_middle|>"]
     merges = ["< /", "s >", "</ s>"]
     kinds = [TokenType.NORMAL] * len(tokens)

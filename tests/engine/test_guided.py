@@ -363,7 +363,7 @@ class Slowed:
 
 
 @pytest.mark.parametrize("mode", [SpeculationMode.OFF, SpeculationMode.LOCAL])
-def test_a_sequence_with_a_late_mask_sits_out_and_its_text_is_the_same(
+def test_a_sequence_with_a_late_mask_skips_the_step_and_its_text_is_the_same(
     folder: Path, alone: list[Completion], monkeypatch: pytest.MonkeyPatch, mode: SpeculationMode
 ) -> None:
     llm, may_end = engine(folder, mode), threading.Event()
@@ -399,7 +399,7 @@ def test_a_sequence_with_a_late_mask_sits_out_and_its_text_is_the_same(
     assert llm.engine.scheduler.check() == []
 
 
-def test_a_request_that_sits_out_can_be_aborted_and_preempted(
+def test_a_request_that_skips_a_step_can_be_aborted_and_preempted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, may_end = engine(folder), threading.Event()

@@ -39,7 +39,7 @@ def test_a_checkpoint_s_generation_config(tmp_path: Path, config: object, expect
 
 
 @pytest.mark.parametrize("value", ['"0.7"', "true", "NaN", "1e999", "9" * 400, "[0.5]", "{}"])
-def test_what_is_no_number_is_refused_by_name(tmp_path: Path, value: str) -> None:
+def test_a_value_that_is_not_a_number_is_refused_by_name(tmp_path: Path, value: str) -> None:
     (tmp_path / "generation_config.json").write_text(f'{{"temperature": {value}}}')
     with pytest.raises(ModelLoadError, match=r"generation_config.json: temperature is .* must be a number"):
         recommended_sampling(tmp_path)
@@ -67,7 +67,7 @@ def keys(writer: gguf.GGUFWriter) -> None:
 RECOMMENDED = {"temperature": 0.7, "top_k": 20, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.25}
 
 
-def test_a_gguf_s_keys_are_in_the_manifest_and_so_is_what_an_earlier_version_left_out(
+def test_sampling_keys_of_a_gguf_reach_new_and_old_manifests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))

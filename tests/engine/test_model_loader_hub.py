@@ -122,7 +122,7 @@ def test_a_private_hub_needs_its_token_and_afterwards_no_network(hub: Hub, tmp_p
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"error": "x"}', b"[]"])
-def test_a_server_that_is_no_hub_is_one_sentence(hub: Hub, tmp_path: Path, body: bytes) -> None:
+def test_a_server_that_is_not_a_hub_gives_a_one_sentence_error(hub: Hub, tmp_path: Path, body: bytes) -> None:
     hub.body = body
     refused = pull(tmp_path, HF_ENDPOINT=hub.url)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr

@@ -121,7 +121,7 @@ async def test_a_key_may_use_only_its_classes(pods, gateway, keys_file):
             )
 
 
-def test_the_first_class_of_a_caller_that_refuses_no_late_request_is_named_in_refusals():
+def test_refusals_name_the_callers_first_class_that_waits():
     classes = {
         "voice": SloTarget("voice", ttft_s=1.0),
         "mail": SloTarget("mail", e2e_slowdown=5.0),

@@ -151,22 +151,22 @@ class ShownAs(_message.Message):
     prompt_logprobs: _builtins.int
     """The prompts' log probabilities, with so many of the most likely tokens, in a field of their own; unset: not."""
     model: _builtins.str
-    """The model's name in the request, shown with the answer; empty: the served model's."""
+    """The model's name in the request, which the answer repeats; empty: the served model's."""
     response_fields: _builtins.str
-    """Of a response: the request's fields that it shows, as a JSON object; empty: none."""
+    """Responses API: fields of the request that the response repeats, as a JSON object; empty: none."""
     reasoning: _builtins.bool
-    """Of a message: the reasoning is shown."""
+    """Messages API: the answer shows the reasoning."""
     @_builtins.property
     def echoed_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Each prompt's text, shown before the text of its choices; empty: it is not."""
 
     @_builtins.property
     def custom_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of a response: tools whose calls are shown with one text as input."""
+        """Responses API: tools whose calls are shown with one text as input."""
 
     @_builtins.property
     def namespaces(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Of a response: the namespaces of tools that are in one, by the name under which the model sees the tool."""
+        """Responses API: the namespace of a tool, by the name under which the model sees the tool."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class AnswerForm(_message.Message):
     guided: _builtins.bool
     """A grammar holds calls to their schemas, so nothing that it did not see counts as one."""
     required: _builtins.bool
-    """The answer has calls alone, apart from reasoning."""
+    """The answer consists of calls only, apart from reasoning."""
     @_builtins.property
     def tool_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The tools that may be called."""

@@ -340,7 +340,7 @@ class TestWaitingClasses:
     WAITING = replace(SLO, name="standard", e2e_s=1.4, waits=True)
     TIGHT = SloTarget("chat", e2e_s=1.6)
 
-    async def test_in_time_it_is_admitted_and_protected_like_others(self, system):
+    async def test_a_request_in_time_is_admitted_and_protected_like_others(self, system):
         loose = replace(LOOSE, waits=True)
         async with system.running(request(LOOSE), num_tokens=1):
             admitted, same = system.decide(request(loose)), system.decide(request(LOOSE))
@@ -351,7 +351,7 @@ class TestWaitingClasses:
             assert refusal(system, request(LOOSE)).reason is RefusalReason.OTHERS
 
     @pytest.mark.parametrize("slo", [WAITING, replace(LOOSE, waits=True)], ids=["late itself", "others"])
-    async def test_a_late_one_waits_as_best_effort_and_keeps_its_objectives_for_the_receipt(
+    async def test_a_late_request_waits_as_best_effort_and_keeps_its_objectives_for_the_receipt(
         self, system, slo
     ):
         gate = system.admission.gate
@@ -365,7 +365,7 @@ class TestWaitingClasses:
             running.placed.gained(60, running.first_at)
             assert gate.may_begin(late)
 
-    async def test_a_late_one_that_runs_causes_no_refusal(self, system):
+    async def test_a_late_request_that_runs_causes_no_refusal(self, system):
         async with (
             system.running(request(LOOSE), num_tokens=1),
             system.running(request(replace(self.WAITING, e2e_s=1.2)), num_tokens=1) as late,
@@ -374,7 +374,7 @@ class TestWaitingClasses:
             assert late.placed.starts_by == late.placed.ends_by(0.0) == math.inf
             system.decide(request(LOOSE))
 
-    async def test_a_late_one_counts_as_used_slack(self, system):
+    async def test_a_late_request_counts_as_used_slack(self, system):
         async with system.running(request(self.TIGHT), num_tokens=1):
             used = system.admission.gate.slack_used
             system.decide(request(self.WAITING))

@@ -174,7 +174,7 @@ class TestWaits:
             queue.ended(2.0)
         assert queue.turn_s() == pytest.approx(0.5)
 
-    async def test_the_prompt_tokens_that_wait_are_bounded_and_a_tenant_has_half(self, monkeypatch):
+    async def test_queued_prompt_tokens_are_bounded_and_a_tenant_has_half(self, monkeypatch):
         monkeypatch.setattr("tandem_gateway.admission.queue.MAX_QUEUED_TOKENS", 1000)
         queue, limits = make_queue(), TenantLimits(places=8)
         waiters = [queue.wait(admitted_of(num_prompt=250, limits=limits)) for _ in range(2)]

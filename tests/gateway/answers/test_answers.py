@@ -694,7 +694,7 @@ async def test_a_long_answer_is_read_in_pages(pods, two_gateways, monkeypatch):
     assert max(map(len, pages)) == PAGE_EVENTS
 
 
-async def test_a_slow_search_for_one_answer_holds_up_no_other(pods, two_gateways, monkeypatch):
+async def test_a_slow_search_for_one_answer_delays_no_other(pods, two_gateways, monkeypatch):
     pod = await pods(words=WORDS)
     _, other = await two_gateways(pod)
     store, is_slow, go_on = other.process.store, asyncio.Event(), asyncio.Event()

@@ -193,7 +193,7 @@ async def test_a_pod_that_falls_silent_is_left_after_a_second(pods, gateway):
     assert list(good.requests[0].output_token_ids) == []
 
 
-async def test_a_pod_is_used_on_while_only_one_of_its_calls_is_silent(pods, gateway):
+async def test_a_pod_stays_in_use_while_only_one_of_its_calls_is_silent(pods, gateway):
     pod = await pods(words=tuple("abcdefghijklmnopqrst"), pause_s=0.1)
     front = await gateway(pod)
     (pod.hangs_on,) = front.process.gateway.tokenizer.encode("~", add_special_tokens=False)

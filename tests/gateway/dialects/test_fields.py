@@ -64,7 +64,7 @@ APIS = {
             "(compaction|container|thread): .* is not supported",
             # incomplete or misplaced samples
             r"messages\[0\]\.content\[0\]\S*: is a part of type 'None'",
-            r"messages\[0\]\.content(\[0\])?: (is no block|has no text to continue|is missing)",
+            r"messages\[0\]\.content(\[0\])?: (is not a block|has no text to continue|is missing)",
             r"messages\[0\]: calls tools",
             r"messages\[0\]\.tool_calls: are only allowed in messages of the assistant",
             "tool_choice: (is 'required', but tools is empty|names 'find')",

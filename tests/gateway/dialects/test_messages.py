@@ -313,7 +313,7 @@ async def test_a_thread_is_refused_as_anthropics_tool_runner_expects(front):
     assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
-async def test_reasoning_is_shown_to_those_who_ask_for_thinking(pods, gateway, tmp_path):
+async def test_reasoning_is_shown_if_thinking_is_requested(pods, gateway, tmp_path):
     words = ("<think>\nI ", "think.\n</thi", "nk>\n\nHello")
     front = await gateway(await pods(words=words), model=make_tool_folder(tmp_path, "qwen3"))
     assert (await front.http.post("/v1/messages", json=ASKED)).json()["content"] == [

@@ -36,7 +36,7 @@ async def test_names_that_no_attacker_can_own_are_served(pods, gateway):
     assert {host: await status(front, host) for host in SAFE} == dict.fromkeys(SAFE, 200)
 
 
-async def test_further_names_are_a_setting(pods, gateway):
+async def test_allowed_hosts_adds_names(pods, gateway):
     front = await gateway(await pods(), allowed_hosts="models.example,*.Corp.example")
     for host, expected in {
         "models.example": 200, "Models.Example.:8000": 200, "a.b.corp.example": 200, "corp.example": 403,
@@ -57,6 +57,6 @@ async def test_with_keys_or_for_everyone_all_names_are_served(pods, gateway, key
 @pytest.mark.parametrize(
     "host", ["*", "https://a.example", "a.example:80", "a b", "*a.example", "a.*.example"]
 )
-def test_what_is_no_host_name_is_refused(host):
+def test_an_invalid_host_name_is_refused(host):
     with pytest.raises(ValueError, match="is not a host name"):
         GatewaySettings(model="m", decode="127.0.0.1:1", allowed_hosts=host)

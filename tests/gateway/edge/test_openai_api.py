@@ -291,7 +291,7 @@ async def test_bad_input_is_refused_in_openais_shape(pods, gateway, subtests):
 CONTEXT = "This model's maximum context length is 256 tokens. However, your prompt is too long: it has "
 
 
-async def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(pods, gateway):
+async def test_the_error_about_a_long_prompt_has_the_words_that_clients_match(pods, gateway):
     front = await gateway(await pods())
     long = "hat " * 300
     for path, body, param in (

@@ -45,7 +45,9 @@ def used(pod: FakePod, names: object = RECOMMENDED) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-async def test_http_uses_it_and_the_client_wins(pods, gateway, folder, path: str) -> None:
+async def test_http_uses_the_recommendation_and_the_client_overrides_it(
+    pods, gateway, folder, path: str
+) -> None:
     pod = await pods()
     front = await gateway(pod, model=folder(RECOMMENDED))
     answer = (await front.http.post(path, json=REQUESTS[path])).raise_for_status().json()
@@ -68,7 +70,7 @@ async def test_a_chat_may_give_the_neutral_values_of_all(pods, gateway, folder) 
     assert used(pod) == NEUTRAL | {"max_tokens": 7}
 
 
-async def test_grpc_uses_it_and_the_client_wins(pods, gateway, folder) -> None:
+async def test_grpc_uses_the_recommendation_and_the_client_overrides_it(pods, gateway, folder) -> None:
     pod = await pods()
     front = await gateway(pod, model=folder(RECOMMENDED))
 
@@ -84,7 +86,7 @@ async def test_grpc_uses_it_and_the_client_wins(pods, gateway, folder) -> None:
     assert model.recommended_sampling == common_pb2.SamplingParams(**RECOMMENDED)
 
 
-async def test_models_show_it_and_a_setting_turns_it_off(pods, gateway, folder) -> None:
+async def test_models_show_the_recommendation_and_a_setting_disables_it(pods, gateway, folder) -> None:
     pod = await pods()
     path = folder(RECOMMENDED)
     shown = (await (await gateway(pod, model=path)).http.get("/v1/models")).json()["data"][0]
@@ -111,7 +113,7 @@ async def test_more_tokens_than_the_context_leaves_are_not_recommended(pods, gat
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 7.5}, {"top_p": "much"}, {"temprature": 0.5}])
-async def test_a_value_out_of_range_names_the_way_out(pods, gateway, folder, wrong) -> None:
+async def test_a_value_out_of_range_names_the_remedy(pods, gateway, folder, wrong) -> None:
     pod = await pods()
     path = folder(wrong)
     with pytest.raises(ModelLoadError, match=r"tiny-chat recommends .* --generation-config none"):

@@ -90,7 +90,7 @@ def _quick_pings(monkeypatch) -> None:
 @pytest.mark.usefixtures("_quick_pings")
 @pytest.mark.parametrize("pause_s", [0.0, 0.1], ids=["without pings", "with pings"])
 @pytest.mark.parametrize("path", BODIES)
-async def test_readers_of_all_kinds_get_the_same_text(path, pause_s, pods, gateway):
+async def test_clients_of_all_kinds_get_the_same_text(path, pause_s, pods, gateway):
     front = await gateway(await pods(words=HOSTILE, pause_s=pause_s))
     body = BODIES[path]
     async with front.http.stream("POST", path, json=body) as answer:
@@ -177,7 +177,7 @@ async def test_a_request_in_the_queue_has_its_headers(pods, gateway, opened):
     assert len(pod.requests) == 1
 
 
-async def test_what_is_refused_at_once_has_a_status(pods, gateway, opened):
+async def test_an_immediate_refusal_has_a_status(pods, gateway, opened):
     pod = await pods(fail_with=grpc.StatusCode.RESOURCE_EXHAUSTED)
     front = await gateway(pod)
     assert (await opened(front))[0].status_code == 429, "by the pod"

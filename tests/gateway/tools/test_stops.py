@@ -39,7 +39,7 @@ def parsed(tool_format: str, text: str, end: str, **form: object) -> tuple[Answe
 @pytest.mark.parametrize("end", CUTS)
 @pytest.mark.parametrize("before", ["", "I look. "])
 @pytest.mark.parametrize("tool_format", CALLS)
-def test_markup_is_no_content_wherever_an_answer_is_cut(tool_format: str, before: str, end: str) -> None:
+def test_markup_is_not_content_wherever_an_answer_is_cut(tool_format: str, before: str, end: str) -> None:
     call = CALLS[tool_format]
     num_begun = call.index('{"id"') + 1
     num_complete = call.index("}") + (1 if tool_format == "mistral-args" else 2)
@@ -52,7 +52,7 @@ def test_markup_is_no_content_wherever_an_answer_is_cut(tool_format: str, before
 
 
 @pytest.mark.parametrize("end", CUTS)
-def test_a_required_call_without_a_marker_is_no_content_either(end: str) -> None:
+def test_a_required_call_without_a_marker_is_not_content(end: str) -> None:
     call = '{"name": "find", "parameters": {"id": "5"}}'
     for length in range(1, len(call)):
         assert not parsed("llama3", call[:length], end, guided=True, required=True)[1].content
@@ -60,11 +60,11 @@ def test_a_required_call_without_a_marker_is_no_content_either(end: str) -> None
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("text", ["a <", '```json\n{"a": 1', '{"a": "b', "1 <tools", "see [", "{"])
-def test_a_text_that_may_be_no_call_stays_content(text: str, end: str) -> None:
+def test_text_that_may_not_be_a_call_stays_content(text: str, end: str) -> None:
     assert parsed("hermes", text, end)[1].content == text
 
 
-def test_what_the_model_itself_leaves_unfinished_is_shown() -> None:
+def test_a_call_that_the_model_leaves_unfinished_is_shown() -> None:
     assert parsed("hermes", '<tool_call>{"name": "fi', "end token")[1].content
     assert parsed("hermes", '<tool_call>{"name": "find", "arguments": {', "end token")[0].ends_with_calls
 

@@ -256,7 +256,7 @@ class Answers:
         self, answer: Answer, position: Sequence[int] = (), *, is_whole: bool = False
     ) -> AsyncGenerator[Sent, None]:
         """All events from the first one; those up to `position` are marked as seen. Close it to leave. The
-        answer holds events that were read if it can be resumed, or `is_whole`.
+        answer keeps events after reading if it can be resumed or `is_whole`.
 
         Raises what `run` raises.
         """

@@ -463,8 +463,9 @@ class Gateway:
             self._log_end(running, outcome, refusal)
 
     def _num_held(self, request: TokenizedRequest) -> int:
-        """Tokens of an answer that the tenant's quota holds when it begins: all that it may have. Of one that
-        only the context limits, it holds more as they come: few use all of a long context."""
+        """Tokens of an answer that the tenant's quota holds when it begins: its maximum. For an answer that
+        only the context limits, the quota holds more as tokens come, because few answers use a long
+        context."""
         most = request.sampling.max_tokens
         is_limited = len(request.prompt_token_ids) + most < self.manifest.max_model_len
         return most if is_limited else min(most, USUAL_TOKENS)

@@ -2,7 +2,7 @@
 
 openai_models.py     bodies of chats and completions; openai_messages.py, openai_guides.py: their fields
 fields.py            which fields are refused, without effect, or ignored with a header, by API
-reasoning_hints.py   hints about reasoning as variables of the chat template
+reasoning_hints.py   converts reasoning hints to variables of the chat template
 openai_render.py     their answers, whole and streamed, with `usage`
 chat_dialect.py      what the Responses API and the Messages API share
 responses_*.py       OpenAI's Responses API, read and rendered as a chat

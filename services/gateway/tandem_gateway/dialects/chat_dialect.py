@@ -38,7 +38,7 @@ class ChatDialectBody(JsonBody):
     """The answer comes as typed server-sent events."""
 
     def checked(self, ignored: Ignored) -> ChatBody:
-        """Raises InvalidRequestError naming the field as this API calls it. Adds names of ignored ones."""
+        """Raises InvalidRequestError with this API's name of the field. Adds names of ignored fields."""
         own = {
             "model": self.model,
             "stream": self.stream,
@@ -54,7 +54,7 @@ class ChatDialectBody(JsonBody):
         """The fields of this API as those of a chat; None: not given."""
 
     def shown(self) -> answers_pb2.ShownAs:
-        """What the answer shows of the request."""
+        """The parts of the request that the answer repeats."""
         return answers_pb2.ShownAs()
 
 

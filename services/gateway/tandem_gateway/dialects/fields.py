@@ -1,9 +1,9 @@
-"""What a field of a body means that the body's model does not declare. One table for each API below.
+"""Handles fields of a body that its model does not declare. Each API has a table below.
 
-without effect   the answer is the same with and without it (who asks, billing, caching): dropped
-refused          without it the answer would silently be another one than asked for, such as an image that the
-                 model does not see; refused unless its value means "off" or the default
-ignored          all others, known hints and misspelled names alike: the header x-tandem-ignored names them.
+without effect   the answer is the same without it (caller, billing, caching): dropped
+refused          it changes the answer, but is not supported, such as an image; refused unless its value means
+                 "off" or the default
+ignored          all others, such as hints and misspelled names: the header x-tandem-ignored names them.
                  With --strict-fields they are refused
 """
 
@@ -22,7 +22,7 @@ from tandem_gateway.errors import UnsupportedFieldError
 
 #: Limits of the header.
 MAX_NAMES, MAX_NAME_CHARS = 16, 64
-#: Undeclared fields of a body.
+#: Maximum undeclared fields of a body.
 MAX_FIELDS = 256
 _OFF: tuple[object, ...] = (None, False, "", "none", [], {})
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.$\[\]-]")
@@ -32,9 +32,9 @@ _MAX_SHOWN_CHARS = 64
 @dataclass(frozen=True)
 class FieldTable:
     without_effect: frozenset[str]
-    #: With the remedy.
+    #: Refused fields and the remedy.
     refused: Mapping[str, str]
-    #: Values of refused fields that mean what happens here anyway.
+    #: Values of refused fields that match the behaviour here.
     defaults: Mapping[str, Sequence[object]] = field(default_factory=lambda: MappingProxyType({}))
 
     def check(self, fields: Mapping[str, object]) -> None:
@@ -79,7 +79,7 @@ class Ignored:
     def unknown(
         self, where: str, fields: Mapping[str, object] | None, known: Collection[str] | FieldTable = ()
     ) -> None:
-        """Adds the fields that are not known and not off. Examines a few, since the header names no more."""
+        """Adds unknown fields whose value is not "off". Examines only as many as the header can name."""
         off = (None,) if self._is_strict else _OFF
         for name, value in islice((fields or {}).items(), MAX_NAMES + len(known)):
             if name not in known and value not in off:
@@ -101,7 +101,7 @@ class Ignored:
         self.within(at, part)
 
     def header(self) -> str:
-        """The value of x-tandem-ignored; "": nothing is ignored."""
+        """The value of x-tandem-ignored; "" if nothing is ignored."""
         names = [_UNPRINTABLE.sub("?", name[:MAX_NAME_CHARS]) or "?" for name in self._found]
         return ", ".join(names[:MAX_NAMES] + ["..."] * (len(names) > MAX_NAMES))
 

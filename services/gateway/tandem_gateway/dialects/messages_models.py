@@ -23,7 +23,7 @@ from tandem_gateway.errors import UnsupportedFieldError
 
 #: A chat's `tool_choice` by the type of this API's.
 _CHOICES: dict[JsonValue, str] = {"auto": "auto", "any": "required", "none": "none"}
-#: Blocks without a text for the model. Types of others that are left out end with one of the second tuple.
+#: Blocks that are left out because they have no text for the model, and suffixes of further such types.
 _SILENT = ("redacted_thinking", "fallback", "compaction", "mcp_tool_listing")
 _LEFT_OUT = ("server_tool_use", "mcp_tool_use", "tool_result", "tool_addition", "tool_removal")
 _TURN_FIELDS = frozenset(
@@ -144,7 +144,7 @@ def _add_message(messages: list[JsonObject], where: str, message: JsonObject, ig
     for index, block in enumerate(content):
         at = f"{where}.content[{index}]"
         if not isinstance(block, dict):
-            raise InvalidRequestError(at, "is no block; send an object with a type")
+            raise InvalidRequestError(at, "is not a block; send an object with a type")
         kind = block.get("type")
         if isinstance(kind, str) and kind.endswith(_LEFT_OUT) and kind != "tool_result":
             ignored.add(f"{at}.{kind}")

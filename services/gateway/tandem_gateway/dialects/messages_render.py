@@ -35,7 +35,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def anthropic_error(body: Json, http_status: int, request_id: str = "") -> Rendered:
-    """OpenAI's error object as Anthropic's; `param` and `code` stay."""
+    """Converts OpenAI's error object to Anthropic's; keeps `param` and `code`."""
     kind = "api_error" if http_status >= 500 else "invalid_request_error"
     error = {**cast(Rendered, body["error"]), "type": _ERROR_TYPES.get(http_status, kind)}
     if error["param"] == "thread":  # Anthropic's tool_runner then sends the request again without it

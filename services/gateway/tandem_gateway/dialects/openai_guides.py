@@ -36,7 +36,7 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     type: str
     json_schema: JsonSchemaFormat | None = None
-    #: Of "json_object", as llama.cpp and others take it.
+    #: Schema of "json_object", as in llama.cpp.
     schema_: dict[str, Any] | bool | None = None
 
     model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
@@ -96,7 +96,7 @@ class StructuredOutputs(Body):
         if self.model_extra and not any(guides):
             raise UnsupportedFieldError(
                 f"structured_outputs.{next(iter(self.model_extra))}",
-                "is no guide; use json, regex, choice, grammar or json_object",
+                "is not a guide; use json, regex, choice, grammar or json_object",
             )
         return only_guide(guides)
 

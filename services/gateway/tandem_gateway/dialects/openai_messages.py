@@ -24,7 +24,7 @@ _ROLES = MappingProxyType(
     {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
      "function": "tool"}
 )  # fmt: skip
-#: The name of the one argument of custom tools.
+#: The name of the single argument of custom tools.
 CUSTOM_INPUT = "input"
 _MODES: Mapping[JsonValue, Mode] = MappingProxyType({"auto": Mode.AUTO, "required": Mode.REQUIRED})
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
@@ -37,7 +37,7 @@ class Body(JsonBody):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
-    #: Fields that are dropped without a word, see fields.py.
+    #: Fields without effect, see fields.py.
     without_effect: ClassVar[frozenset[str]] = frozenset()
 
 
@@ -69,7 +69,7 @@ class ToolCallBody(Body):
 
 
 class ChatTurn(Body):
-    #: Answers that clients send again have them.
+    #: Fields of earlier answers that clients send again.
     without_effect = frozenset(
         {"id", "object", "created_at", "timestamp", "model", "status", "metadata", "cache_control"}
         | {"refusal", "annotations", "audio", "provider_specific_fields", "thinking_blocks"}

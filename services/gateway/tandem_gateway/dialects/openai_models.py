@@ -2,7 +2,7 @@
 
     bytes -> UTF-8? -> JSON of the right types? -> no refused field? -> ChatBody / CompletionBody
 
-fields.py has the fields that are refused, or without an effect. docs/parameters.md lists the others.
+fields.py lists refused fields and fields without effect. docs/parameters.md lists the others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     """A last chunk without choices has the usage, with the receipt."""
     continuous_usage_stats: bool | None = None
-    """With include_usage: each chunk has the usage of its choice so far, as from vLLM."""
+    """With include_usage: each chunk has the usage of its choice so far, as in vLLM."""
 
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -118,7 +118,7 @@ class _CommonBody(_SamplingBody):
     #: How errors name the fields of this API, by patterns of their beginnings, where they differ.
     field_names: ClassVar[Mapping[str, str]] = {}
 
-    #: The fields that are not declared here.
+    #: Table of the fields that this model does not declare.
     field_table: ClassVar[FieldTable]
 
     def checked(self, ignored: Ignored) -> Self:
@@ -160,7 +160,7 @@ class _CommonBody(_SamplingBody):
 
     @property
     def sent_names(self) -> Mapping[str, str]:
-        """Names in the body of fields of `given_sampling` that have another one there."""
+        """Names in the body of fields of `given_sampling`, if they differ."""
         return {}
 
     @property

@@ -138,10 +138,9 @@ class Renderer(ABC):
         return sse(error_json(error))
 
     def ping(self, *, has_ids: bool) -> bytes:
-        """What is sent while there are no events. Empty lines, because readers that take each line or block
-        for JSON (sglang's benchmark and its many copies) skip these, but fail at a comment. Readers that
-        remember ids (OpenAI's and httpx-sse) take an empty line for an event without data, so theirs is a
-        comment."""
+        """Sent while there are no events. Clients that parse each line or block as JSON (sglang's benchmark
+        and its copies) skip empty lines, but fail at a comment. Clients that store ids (OpenAI's and
+        httpx-sse) read an empty line as an event without data, so streams with ids get a comment."""
         return b": ping\n" if has_ids else b"\n\n"
 
     def encode_end(self) -> bytes:
@@ -268,7 +267,8 @@ class Renderer(ABC):
         return {**body, "usage": self._usage_so_far(choices)} if self._with_usage else body
 
     def _usage_so_far(self, choices: Sequence[Json]) -> Json | None:
-        """The usage in the chunk of a choice; None unless the caller wants it in each chunk, as from vLLM."""
+        """The usage in the chunk of a choice; None unless the caller requested it in each chunk, as in
+        vLLM."""
         if not (choices and self._shown_as.continuous_usage):
             return None
         number = cast(int, choices[0]["index"])

@@ -1,12 +1,12 @@
-"""How much a model reasons before its answer: hints of several APIs as variables of its chat template.
+"""Converts the reasoning hints of several APIs to variables of the chat template.
 
 reasoning_effort "low"                          OpenAI's
 reasoning {"effort": "low"}, {"enabled": true}  the Responses API, OpenRouter
 thinking {"type": "disabled"}                   Anthropic's: enabled, adaptive, between_tools, disabled
 enable_thinking false                           Qwen's
 
-A template that has a level gets the effort, one that has a switch gets true or false. A template without
-either has no use for hints.
+A template that reads a level gets the effort. A template that reads a switch gets true or false. For other
+templates the hints are ignored.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tandem_gateway.dialects.fields import Ignored
 
 #: Variables of templates: a level (gpt-oss), and switches (Qwen3, SmolLM3, GLM; DeepSeek, Granite).
 _LEVEL, _SWITCHES = "reasoning_effort", ("enable_thinking", "thinking")
-#: Efforts that turn reasoning off where there is only a switch.
+#: Efforts that turn reasoning off in a template with a switch.
 _WITHOUT = ("none", "minimal", "disabled")
 
 
 def reasoning_arguments(
     hints: Mapping[str, JsonValue], variables: Collection[str], ignored: Ignored
 ) -> dict[str, JsonValue]:
-    """Variables of the template for the hints, by field. The first hint counts, but one that disables
-    reasoning comes first. Adds the fields without a use to `ignored`."""
+    """Variables of the template for `hints`, which are by field. A hint that disables reasoning takes
+    precedence, then the first hint. Adds hints that the template does not read to `ignored`."""
     efforts = {field: effort for field, value in hints.items() if (effort := _effort(value))}
     known = [name for name in (_LEVEL, *_SWITCHES) if name in variables]
     if not efforts or not known:

@@ -61,9 +61,9 @@ _CUSTOM_PARAMETERS: JsonObject = {
     "required": [CUSTOM_INPUT],
     "additionalProperties": False,
 }
-#: Between the names of a namespace and of its tool.
+#: Separates the names of a namespace and its tool.
 IN_NAMESPACE = "__"
-#: The request's fields that the response shows, if they are not longer than this together, as JSON.
+#: Fields of the request that the response repeats, and the limit on their size as JSON.
 _SHOWN_FIELDS = ("instructions", "metadata", "tools", "tool_choice", "parallel_tool_calls", "user")
 MAX_SHOWN_BYTES = 64 * 1024
 
@@ -136,7 +136,7 @@ class ResponsesBody(ChatDialectBody):
         )
 
     def _all_tools(self) -> list[JsonObject]:
-        """With those of items, and those of namespaces under both names."""
+        """Includes tools of items, and tools of namespaces under both names."""
         items = self.input if isinstance(self.input, list) else []
         added = [item.get("tools") for item in items if item.get("type") == "additional_tools"]
         listed = [tool for tools in (self.tools, *added) if isinstance(tools, list) for tool in tools]
@@ -240,8 +240,8 @@ def _within(namespace: JsonValue, tool: JsonObject) -> JsonObject:
 
 
 def _open_turn(messages: list[JsonObject]) -> JsonObject:
-    """The last turn, if it is the assistant's, or a new one: reasoning, text and calls of a turn follow each
-    other."""
+    """The last turn if it is the assistant's, else a new one. Reasoning, text and calls of a turn are
+    consecutive."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]

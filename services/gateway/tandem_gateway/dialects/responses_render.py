@@ -28,9 +28,9 @@ from tandem_gateway.dialects.openai_render import Json, JsonValue, error_json
 from tandem_gateway.dialects.responses_models import IN_NAMESPACE
 from tandem_gateway.request import Event
 
-#: Most positions with log probabilities that the last events of a stream repeat, four times in all. The lists
-#: of longer texts stand in their deltas alone: 20,000 positions with 20 alternatives took 160 MB, and at the
-#: end two seconds on the event loop.
+#: Maximum positions with log probabilities that the last events of a stream repeat (four times). For longer
+#: texts only the deltas have them: 20,000 positions with 20 alternatives took 160 MB, and two seconds of the
+#: event loop at the end.
 _MAX_REPEATED = 128
 
 
@@ -76,7 +76,7 @@ class _Item:
 
     @property
     def custom_input(self) -> str:
-        """The one text among the arguments, or the arguments as the model wrote them."""
+        """The text in the arguments of a custom tool, or the arguments as the model wrote them."""
         try:
             text = json.loads(self.text)[CUSTOM_INPUT]
         except (ValueError, RecursionError, LookupError, TypeError):  # incomplete, or not as the schema says

@@ -1,7 +1,8 @@
-"""JSON as bytes, and server-sent events of it, in a form that simple readers understand too.
+"""Encodes JSON as bytes and as server-sent events that simple clients can parse.
 
-Many clients read a stream line by line, and some break lines like Python's str.splitlines. So the JSON of an
-event has no character at which any of them breaks: JSON escapes control characters, this module the others.
+Many clients read a stream line by line, and some split lines like Python's str.splitlines. The JSON of an
+event therefore has no line break of any kind: JSON escapes control characters, and this module escapes the
+others.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterator, Mapping
 #: Encodes like Starlette's JSONResponse.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _CONTAINERS = (dict, list, tuple)
-#: Line breaks of Unicode that JSON permits in strings, and halves of surrogate pairs: a model may write them
-#: in a call, but UTF-8 has none.
+#: Unicode line breaks that JSON permits in strings, and halves of surrogate pairs, which a model may write in
+#: a call and UTF-8 cannot encode.
 _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 SSE_DONE = b"data: [DONE]\n\n"
 

@@ -24,8 +24,8 @@ _PAUSE_S = 0.1
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 #: Largest number of connections beyond the limit, and its share of the limit.
 _MAX_BEYOND, _BEYOND_SHARE = 64, 4
-#: A connection has its place for at least this many turns of the loop, in which a request with a key is known
-#: as such. More slow down accepting, because strangers that have places are served in each turn, too.
+#: Minimum turns of the loop for which a connection keeps its place. In them a request with a key is
+#: recognised. More turns slow down accepting, because each turn also serves strangers' connections.
 _MIN_TURNS = 8
 
 
@@ -143,7 +143,7 @@ class Acceptor:
                 self._opening.add(task)
                 place.abort = task.cancel
                 task.add_done_callback(partial(self._opened, connection))
-            # sock_accept does not wait while connections are there.
+            # sock_accept does not wait while connections are pending.
             if number % per_turn == 0:
                 await asyncio.sleep(0)
 

@@ -1,10 +1,10 @@
-"""Host names to which a gateway without keys answers.
+"""Checks the host name of requests to a gateway without keys, against DNS rebinding.
 
-A web page whose name resolves to 127.0.0.1 (DNS rebinding) could otherwise read everything, because the
-browser sees the gateway as the page's own origin. The Host header then has the page's name, so names that
-no page from elsewhere can have are safe:
+If the name of a foreign web page resolves to 127.0.0.1, the browser treats the gateway as the page's own
+origin, and the page can read all answers. The Host header then has the page's name. Names that a foreign page
+cannot have are therefore safe:
 
-    IP addresses                   browsers use them without DNS; a page from there is not from elsewhere
+    IP addresses                   browsers use them without DNS, so they cannot be rebound
     localhost, *.localhost         reserved names of this machine
     ip6-localhost, ip6-loopback    names in /etc/hosts
     this machine's own name
@@ -35,10 +35,10 @@ _SHORT_IPV4 = re.compile(r"[0-9a-fx]+(\.[0-9a-fx]+){0,3}")
 
 
 class HostNamesMiddleware:
-    """Refuses requests for other names with 403."""
+    """Refuses requests with other host names with 403."""
 
     def __init__(self, app: ASGIApp, *, allowed: Sequence[str]) -> None:
-        """`allowed`: further names, and `*.DOMAIN` for all names in a domain."""
+        """`allowed`: additional names; `*.DOMAIN` allows all names in a domain."""
         self._app = app
         names = {*_OWN_NAMES, *_HOSTS_OF_CONTAINERS, socket.gethostname(), *allowed}
         self._names = {name.lower() for name in names if name and not name.startswith("*")}

@@ -50,7 +50,7 @@ from tandem_gateway.errors import (
 from tandem_gateway.fleet.pods import Role
 
 _REQUEST_ID_HEADER = "x-request-id"
-#: Names the fields of the body that have no effect.
+#: Header that names the ignored fields of the body.
 _IGNORED_HEADER = "x-tandem-ignored"
 #: Headers that scripts of allowed origins may read.
 _SHOWN_HEADERS = (

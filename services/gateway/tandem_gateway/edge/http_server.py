@@ -52,7 +52,7 @@ def _last(send: Send) -> Send:
 class _ConnectionApp:
     """The application as one connection sees it. A response is the connection's last one if it begins at
     `ends_at` (the loop's time) or later, beyond the limit of connections, where only probes are served, and
-    if its request has two lengths, which a proxy may read otherwise (RFC 9112, 6.3)."""
+    if the request has two lengths, which a proxy may interpret differently (RFC 9112, 6.3)."""
 
     def __init__(
         self, app: ASGIApp, place: Place, is_known: Callable[[Scope], bool], *, ends_at: float

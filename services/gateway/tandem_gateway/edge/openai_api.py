@@ -65,8 +65,8 @@ _EVENT_IDS, _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "x-event-ids", "last-event-id", "
 _SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
 _SLO_TTFT, _SLO_TPOT, _SLO_E2E = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"
 _SLO_HEADERS = (_SLO_CLASS, _SLO_TTFT, _SLO_TPOT, _SLO_E2E, _SLO_STRICT)
-#: Time after admission in which a pod refuses what it cannot compute; a later refusal is an event of the
-#: stream.
+#: Time after admission in which a pod refuses requests that it cannot compute; a later refusal is an event of
+#: the stream.
 _POD_REFUSES_S = 0.25
 _MAX_OBJECTIVE_MS = LONGEST_OBJECTIVE_S * 1000
 #: Limit on the events of an answer that is not streamed. As JSON objects they take forty times as much, with
@@ -243,7 +243,7 @@ class OpenAiApi:
 
 @contextmanager
 def _naming(*names: Mapping[str, str]) -> Iterator[None]:
-    """Renames fields in errors from a chat's names to those of the request and then of its API."""
+    """Renames fields in errors: from a chat's names to the request's and then to its API's."""
     try:
         yield
     except InvalidRequestError as error:
@@ -253,7 +253,7 @@ def _naming(*names: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _whole(answer: Answer, events: AsyncGenerator[Sent, None], renderer: Renderer) -> Response:
-    """Raises InvalidRequestError for an answer that would take too much memory as one object."""
+    """Raises InvalidRequestError if the answer would take too much memory as one object."""
     num_bytes = 0
     async with aclosing(events):
         async for sent in events:
@@ -277,7 +277,7 @@ async def _whole(answer: Answer, events: AsyncGenerator[Sent, None], renderer: R
 
 
 async def _decided(first: asyncio.Task[Sent], answer: Answer) -> None:
-    """Waits for the first event or an error, but not after it is clear that the answer begins."""
+    """Waits for the first event or an error, until the answer is certain to begin."""
     accepted = asyncio.create_task(answer.accepted())
     try:
         await asyncio.wait((first, accepted), return_when=asyncio.FIRST_COMPLETED)
@@ -362,7 +362,7 @@ def _objectives(headers: Headers) -> SloTarget:
 
 
 def _flag(headers: Headers, name: str) -> bool:
-    """A header that is true or false; false if it is absent. Raises InvalidRequestError."""
+    """Value of a boolean header; false if it is absent. Raises InvalidRequestError."""
     text = headers.get(name, "false")
     if text.lower() not in ("true", "false"):
         raise InvalidRequestError(name, f"is {quoted(text)}; send true or false")

@@ -1,4 +1,5 @@
-"""Paths that no route has: those with a slash at their end are served, others are refused with a hint."""
+"""Handles paths without a route: ignores a slash at the end, and answers other paths with 404 or 405 and a
+hint."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from tandem_core.errors import quoted
 
 #: Pages, whose links are relative.
 _PAGES = ("/dashboard/", "/docs/")
-#: Parts of OpenAI's, Anthropic's and vLLM's APIs that are not served, by the path after /v1/.
+#: Unsupported parts of OpenAI's, Anthropic's and vLLM's APIs, by the path after /v1/.
 _ABSENT = (
     *("embeddings", "moderations", "files", "uploads", "images", "audio", "videos", "batches", "fine_tuning"),
     *("assistants", "threads", "vector_stores", "containers", "conversations", "evals", "realtime", "rerank"),
@@ -19,8 +20,8 @@ _ABSENT = (
 
 
 class TrailingSlashMiddleware:
-    """Serves `/v1/models/` as `/v1/models`. A redirect would lose a POST's body in some clients, and https
-    behind a proxy."""
+    """Serves `/v1/models/` as `/v1/models`. With a redirect, some clients lose a POST's body, or https behind
+    a proxy."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -33,7 +34,7 @@ class TrailingSlashMiddleware:
 
 
 def hint(method: str, path: str, error: HTTPException, known_paths: Collection[str]) -> str:
-    """Why no route serves the path, and what to send instead."""
+    """The cause and the remedy, for a path without a route."""
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "").replace(", ", " or ")
         return f"{method} {quoted(path)}: is not served with {method}; use {allowed}"

@@ -38,7 +38,7 @@ class TokenizeBody(JsonBody):
 
     model: str | None = None
     prompt: str | None = None
-    """The text; else messages and other fields of a chat."""
+    """The text; if it is absent, messages and other fields of a chat."""
     add_special_tokens: bool | None = None
     """For a prompt only; the chat template writes the special tokens of messages."""
     return_token_strs: bool = False
@@ -125,7 +125,7 @@ class TokenizeApi:
         return list(prepared.prompt_token_ids)
 
     async def _count_tokens(self, request: Request) -> JSONResponse:
-        """Anthropic's: the tokens of a message's prompt."""
+        """Counts the tokens of a prompt, as in Anthropic's API."""
         async with self._body(request, CountBody) as (caller, body):
             ignored = self._ignored(request, CountBody.field_names)
             try:
