@@ -91,5 +91,5 @@ async def test_aliases_are_names_of_the_model(pods, gateway):
 
 @pytest.mark.parametrize("alias", ["a b", "[a-z]", "a?b", "é", "a" * 129])
 def test_an_alias_that_no_request_has_is_refused(alias, tmp_path):
-    with pytest.raises(ValueError, match="no name of a model"):
+    with pytest.raises(ValueError, match="is not a model name"):
         GatewaySettings(model=tmp_path, decode=("127.0.0.1:1",), model_alias=(alias,))
