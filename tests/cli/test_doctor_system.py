@@ -274,6 +274,17 @@ async def test_kv_that_a_prefill_pod_cannot_send_is_named(tiny_model: Path) -> N
         assert finding.severity == "warning"
 
 
+async def test_a_trial_without_an_answer_in_time_may_be_due_to_load(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tiny_model) as targets:
+        found = await healthy(targets, Access())
+        monkeypatch.setattr("tandem_cli.doctor.probes._REQUEST_TIMEOUT_S", 0.0)
+        (finding,) = await found_by(kv_path, found)
+        assert "DEADLINE_EXCEEDED" in finding.what
+        assert "repeat without load" in finding.remedy
+
+
 async def test_an_operator_s_certificate_cannot_test_the_kv_path(tiny_model: Path, tmp_path: Path) -> None:
     certificates.prepare(tmp_path)
     async with running(tiny_model, tls_dir=tmp_path) as targets:

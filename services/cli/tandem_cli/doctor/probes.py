@@ -106,6 +106,10 @@ async def _try_pair(system: System, prefill: Pod, decode: Pod) -> list[Finding]:
         remedy = "Read the decode pod's log."
         if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
             remedy = "Give the certificate of a gateway: only gateways may send requests to decode pods."
+        elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            remedy = (
+                "If `tandem top` shows waiting requests, repeat without load; else read the decode pod's log."
+            )
         return [Finding(where, f"The trial failed: {describe_error(error)}.", remedy)]
     if receipt.prefill_pod != prefill.status.pod_id or not receipt.transfer_bytes:
         what = f"the decode pod computed the prompt itself ({receipt.prefill_retries} failed attempts)."
