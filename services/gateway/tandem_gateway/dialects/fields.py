@@ -119,8 +119,12 @@ def rename(error: InvalidRequestError, names: Mapping[str, str]) -> None:
     error.rename(renamed(error.field, names))
 
 
+#: As JSON writes them, which is what the caller sent.
+_JSON_WORDS = {None: "null", True: "true", False: "false"}
+
+
 def shown(value: object) -> str:
-    text = repr(value)
+    text = _JSON_WORDS[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."
 
 
