@@ -127,6 +127,7 @@ HINTS = {
         "reasoning_effort": "low", "verbosity": "medium", "prediction": {"type": "content", "content": "x"},
         "cache_prompt": True, "keep_alive": "5m", "usage": {"include": True}, "priority": 3, "max_token": 5,
         "kv_transfer_params": {"a": 1}, "thinking": {"type": "enabled"}, "chat_id": "c", "mirostat": 2,
+        "temprature": 0, "top_q": 0.0,
     },
     "completion": {"cache_prompt": True, "n_predict": 5, "id_slot": 1},
     "response": {

@@ -79,10 +79,11 @@ class Ignored:
     def unknown(
         self, where: str, fields: Mapping[str, object] | None, known: Collection[str] | FieldTable = ()
     ) -> None:
-        """Adds unknown fields whose value is not "off". Examines only as many as the header can name."""
+        """Adds unknown fields whose value is not "off". The number 0 may belong to a misspelled name.
+        Examines only as many as the header can name."""
         off = (None,) if self._is_strict else _OFF
         for name, value in islice((fields or {}).items(), MAX_NAMES + len(known)):
-            if name not in known and value not in off:
+            if name not in known and (value not in off or type(value) in (int, float)):
                 self.add(f"{where}.{name}" if where else name)
 
     def within(self, where: str, body: BaseModel) -> None:
