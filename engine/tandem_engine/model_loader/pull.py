@@ -218,7 +218,7 @@ def _fetch_from_hub(ref: str, report: OnProgress) -> _Origin:
     from huggingface_hub.constants import ENDPOINT
 
     try:
-        # Of gigabytes the few that say whether the model is supported.
+        # First the file that says whether the model is supported, because the others are gigabytes.
         snapshot = Path(snapshot_download(ref, allow_patterns=["config.json"]))
         if (snapshot / "config.json").is_file():
             ModelConfig.from_folder(snapshot)

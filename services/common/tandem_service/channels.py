@@ -71,7 +71,7 @@ def server_options(
         keepalive_ms, least_ms = _PUBLIC_KEEPALIVE_MS, _PUBLIC_KEEPALIVE_MS // 2
         public = (
             ("grpc.max_allowed_incoming_connections", max_connections),
-            # Of connections without a call; clients connect again when they have one.
+            # Closes connections without a call; clients connect again when they have one.
             ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
         )
     if max_connection_age_s:

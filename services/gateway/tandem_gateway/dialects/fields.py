@@ -135,7 +135,7 @@ _OPENAI_WITHOUT_EFFECT = frozenset(
 )
 _MODERATION = "moderate the texts before and after"
 _GUIDE = "use response_format or structured_outputs"
-#: Of chats and completions; the last seven are of llama.cpp, SGLang and TGI.
+#: Refused in chats and completions; llama.cpp, SGLang and TGI have the last seven.
 _OF_BOTH = {
     "moderation": _MODERATION,
     "truncation_side": "the last tokens are kept",

@@ -108,7 +108,7 @@ class MessagesBody(ChatDialectBody):
 
 
 class CountBody(MessagesBody):
-    """Of /v1/messages/count_tokens."""
+    """The body of /v1/messages/count_tokens."""
 
     max_tokens: int = 1
 
