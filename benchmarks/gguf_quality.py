@@ -47,9 +47,10 @@ from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine.model_loader import DEFAULT_MODEL, load_decoder, pull
 from tandem_engine.model_loader.convert import quantized_bits
-from tandem_engine.model_loader.gguf_formats import packing_for, quantized_of, values_of
+from tandem_engine.model_loader.gguf_formats import grid_of, stored_of, values_of
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.model_loader.loading import pick_numerics
+from tandem_engine.model_loader.stored import pack, pick_packing
 from tandem_engine.models import Decoder, ModelInputs
 from tandem_kernels import AttentionMetadata, pack_quantized
 
@@ -300,12 +301,12 @@ def folder_of(path: Path, manifest: ModelManifest, folder: Path) -> Path:
 
 def errors_of(llama: LlamaCpp, kind: Kind) -> tuple[str, str]:
     """Bits per weight of the packing, and its added error over the format's own (rms)."""
-    packing = packing_for(kind)
-    if packing is None:
+    grid = grid_of(kind)
+    if grid is None:
         return "-", "-"
     numbers = np.random.default_rng(0).standard_normal((256, 4096), dtype=np.float32)
     rows = llama.quantize(kind, numbers)
-    values, weight = values_of(kind, rows), quantized_of(kind, rows, packing)
+    values, weight = values_of(kind, rows), pack(stored_of(kind, rows), pick_packing(grid))
     own, added = (values - torch.from_numpy(numbers)).norm(), (weight.dequantize() - values).norm()
     return f"{8 * pack_quantized(weight).nbytes / numbers.size:.2f}", f"{added / own:.3f}"
 

@@ -25,9 +25,10 @@ import torch
 from processes import free_port
 from tandem_core.model.manifest import ModelManifest
 from tandem_engine.model_loader.convert import write_weights
+from tandem_engine.model_loader.stored import Dense, Stored
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.layout import TensorPart, WeightForm, stored_tensors
-from tandem_kernels import Packing, QuantizedWeight, runs_packed
+from tandem_kernels import runs_packed
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tokenizers import Tokenizer, decoders, models
 
@@ -66,11 +67,11 @@ class RandomSource:
         tensor = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         return (tensor.fill_(1.0) if name.endswith("norm.weight") else tensor.normal_(std=0.02)).cpu()
 
-    def packing(self, name: str) -> None:
+    def grid(self, name: str) -> None:
         """Nothing here is quantized."""
 
-    def get_quantized(self, name: str, packing: Packing, rows: slice = slice(None)) -> QuantizedWeight:
-        raise ValueError(f"{name} is not quantized")
+    def stored(self, name: str, rows: slice = slice(None)) -> Stored:
+        return Dense(self.get(name, rows))
 
 
 def make_folder(folder: Path, shape: dict[str, object], device: torch.device) -> None:

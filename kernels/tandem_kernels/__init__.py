@@ -44,6 +44,7 @@ from tandem_kernels.packed_linear import (
     unpack_quantized,
 )
 from tandem_kernels.quantized_weight import (
+    GROUP_SIZE,
     Packing,
     QuantizedWeight,
     join_rows,
@@ -61,6 +62,7 @@ from tandem_kernels.turbo_attention import (
 )
 
 __all__ = [
+    "GROUP_SIZE",
     "PANEL",
     "Attention",
     "AttentionLayer",

@@ -28,9 +28,10 @@ from tandem_drafting.drafter import drafter_for
 from tandem_engine.llm import LLM
 from tandem_engine.model_loader import describe, ensure_weights, load_decoder
 from tandem_engine.model_loader.convert import quantized_bits
-from tandem_engine.model_loader.gguf_formats import packing_for, quantized_of, values_of
+from tandem_engine.model_loader.gguf_formats import grid_of, stored_of, values_of
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.model_loader.loading import pick_numerics
+from tandem_engine.model_loader.stored import pack, pick_packing
 from tandem_engine.models import ModelConfig, Quantization
 from tandem_engine.models.linear import PackedLinear
 from tandem_engine.models.rope import inverse_frequencies
@@ -104,8 +105,8 @@ def test_every_format_gives_transformers_logits(tmp_path: Path, kind: Kind) -> N
     assert theirs.std() > 0.1
     torch.testing.assert_close(logits_of(folder), theirs, atol=1e-4, rtol=1e-5)
     bits = quantized_bits(GgufSource(path))
-    packing = packing_for(kind)
-    assert bits == (packing.bits if packing else 0)
+    grid = grid_of(kind)
+    assert bits == (pick_packing(grid).bits if grid else 0)
     if bits:
         quantization = Quantization.W8A8 if bits == 8 else Quantization.W4A8
         ours = logits_of(folder, quantization)
@@ -117,9 +118,10 @@ def test_packings_hold_the_values_of_each_format(kind: Kind) -> None:
     rows = random_blocks(kind, 40, 512, seed=1)
     values = torch.from_numpy(gguf.dequantize(rows, kind))
     assert torch.equal(values_of(kind, rows), values)
-    packing = packing_for(kind)
-    assert packing is not None
-    error = (quantized_of(kind, rows, packing).dequantize() - values).square().mean().sqrt() / values.std()
+    grid = grid_of(kind)
+    assert grid is not None
+    packing = pick_packing(grid)
+    error = (pack(stored_of(kind, rows), packing).dequantize() - values).square().mean().sqrt() / values.std()
     assert error < 1e-7 if kind in EXACT else error < (0.02 if packing.bits == 4 else 0.008)
 
 
@@ -127,7 +129,7 @@ def test_packings_hold_the_values_of_each_format(kind: Kind) -> None:
 def test_levels_of_two_bits_are_not_shifted(kind: Kind) -> None:
     rows = random_blocks(kind, 200, 512, seed=1, scale=1.0)
     values = torch.from_numpy(gguf.dequantize(rows, kind)).view(-1, 32)
-    packed = quantized_of(kind, rows, Packing.INT8).dequantize().view(-1, 32)
+    packed = pack(stored_of(kind, rows), Packing.INT8).dequantize().view(-1, 32)
     # Groups whose halves have one scale; in them the smallest level is 8 of 43 parts of the largest.
     lowest, highest = values.abs().amin(1), values.abs().amax(1)
     even = torch.isclose(lowest * 43, highest * 8) & torch.isclose(values.abs()[:, 16:].amax(1), highest)
@@ -141,7 +143,7 @@ def test_levels_of_two_bits_are_not_shifted(kind: Kind) -> None:
 def test_a_packing_whose_factors_do_not_fit_float16_is_found_by_rounding() -> None:
     rows = random_blocks(Kind.IQ3_S, 2, 256, seed=1)
     rows[:, :2] = np.array([60000], dtype=np.float16).view(np.uint8)
-    weight = quantized_of(Kind.IQ3_S, rows, Packing.INT4)
+    weight = pack(stored_of(Kind.IQ3_S, rows), Packing.INT4)
     values = torch.from_numpy(gguf.dequantize(rows, Kind.IQ3_S))
     assert (
         not weight.scales.isfinite().all()
@@ -333,8 +335,8 @@ def read_everything(path: Path) -> None:
     ModelConfig.from_hf(source.hf_config())
     for name in source.names():
         source.get(name)
-        if packing := source.packing(name):
-            source.get_quantized(name, packing)
+        if source.grid(name):
+            source.stored(name)
 
 
 @pytest.mark.parametrize("mix", ["q4_k_m", "keys in float16"])
@@ -378,8 +380,6 @@ def test_factors_that_are_no_numbers_are_refused(tmp_path: Path, kind: Kind) -> 
     at = data.index(GgufSource(path)._tensors["lm_head.weight"].rows.tobytes())
     data[at : at + 2] = np.array([np.nan], dtype=np.float16).tobytes()
     path.write_bytes(data)
-    packing = packing_for(kind)
-    assert packing is not None
-    for read in (GgufSource(path).get, lambda name: GgufSource(path).get_quantized(name, packing)):
+    for read in (GgufSource(path).get, GgufSource(path).stored):
         with pytest.raises(ModelLoadError, match=r"numbers in output.weight that are infinite or no numbers"):
             read("lm_head.weight")

@@ -23,7 +23,6 @@ from tandem_core.model.manifest import ModelManifest
 from tandem_kernels import (
     PANEL,
     Packing,
-    QuantizedWeight,
     join_rows,
     pack_quantized,
     pack_weight,
@@ -34,6 +33,7 @@ from torch import Tensor
 from tandem_engine.model_loader.files import OnProgress, atomic_write, locked, no_progress
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.model_loader.safetensors_source import SafetensorsSource
+from tandem_engine.model_loader.stored import Grid, Stored, pack, pick_packing
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.layout import (
     FileTensor,
@@ -64,16 +64,17 @@ class WeightSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def get(self, name: str, rows: slice = ...) -> Tensor: ...
+    def get(self, name: str, rows: slice = ...) -> Tensor:
+        """Floating-point values; also of quantized tensors."""
 
-    def packing(self, name: str) -> Packing | None:
-        """That holds the tensor where it is quantized."""
+    def grid(self, name: str) -> Grid | None:
+        """How a matrix is quantized, from headers alone; None: it is not, or is not there."""
+
+    def stored(self, name: str, rows: slice = ...) -> Stored:
+        """Some rows of a matrix that has a grid, as it says."""
 
     def release(self) -> None:
         """Gives back the memory of what has been read."""
-
-    def get_quantized(self, name: str, packing: Packing, rows: slice = ...) -> QuantizedWeight:
-        """Some rows of a quantized tensor."""
 
 
 def ensure_weights(
@@ -128,8 +129,8 @@ def source_bits(folder: Path) -> int:
 
 def quantized_bits(source: WeightSource) -> int:
     """The least bits of a quantized projection's packing; 0 if none is quantized."""
-    packings = [source.packing(name) for name in source.names() if name.endswith("_proj.weight")]
-    return min((packing.bits for packing in packings if packing), default=0)
+    grids = [source.grid(name) for name in source.names() if name.endswith("_proj.weight")]
+    return min((pick_packing(grid).bits for grid in grids if grid), default=0)
 
 
 def open_source(path: Path) -> WeightSource:
@@ -197,7 +198,7 @@ def _all_pieces(config: ModelConfig, source: WeightSource, form: WeightForm) -> 
 
 def _pieces(tensor: StoredTensor, form: WeightForm, source: WeightSource, is_quantized: bool) -> list[_Piece]:
     packings = [
-        _packing_of(tensor, source.packing(part.hf_name), form.quantization, is_quantized)
+        _packing_of(tensor, source.grid(part.hf_name), form.quantization, is_quantized)
         for part in tensor.parts
     ]
     return [
@@ -207,18 +208,20 @@ def _pieces(tensor: StoredTensor, form: WeightForm, source: WeightSource, is_qua
 
 
 def _packing_of(
-    tensor: StoredTensor, own: Packing | None, quantization: Quantization, is_quantized: bool
+    tensor: StoredTensor, grid: Grid | None, quantization: Quantization, is_quantized: bool
 ) -> Packing | None:
-    """The packing of a part whose packing in the source is `own`; None: the form's dtype.
+    """The packing of a part that the source stores in this grid; None: the form's dtype.
 
     In a quantized source floats stay floats. In W4A8, quantized parts keep their packing, and a head of
     floats gets 8 bits: every token depends on it.
     """
-    if quantization is Quantization.NONE or (own is None and is_quantized):
+    if quantization is Quantization.NONE or (grid is None and is_quantized):
         return None
     if quantization is Quantization.W8A8:
         return Packing.INT8
-    return own or (Packing.INT8 if tensor.name == "lm_head.weight" else Packing.INT4)
+    if grid:
+        return pick_packing(grid)
+    return Packing.INT8 if tensor.name == "lm_head.weight" else Packing.INT4
 
 
 def _rows_of(piece: _Piece, source: WeightSource) -> Iterator[Tensor]:
@@ -230,8 +233,9 @@ def _rows_of(piece: _Piece, source: WeightSource) -> Iterator[Tensor]:
     spans = [(part, span) for part in piece.parts for span in _spans(part)]
     for n, (part, span) in enumerate(spans):
         rows: Any
-        if packing and source.packing(part.hf_name):
-            rows = source.get_quantized(part.hf_name, packing, span)
+        grid = source.grid(part.hf_name)
+        if grid and packing is pick_packing(grid):
+            rows = pack(source.stored(part.hf_name, span), packing)
             if part.num_rotary_heads:
                 rows = rows.rows(part.arrange(torch.arange(part.shape[0]).unsqueeze(1)).flatten())
         else:

@@ -23,7 +23,9 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from gguf.quants import MXFP4, Q4_K
 from numpy.typing import NDArray
-from tandem_kernels import Packing, QuantizedWeight, quantize_weight, round_to_grid
+from tandem_kernels import Packing, QuantizedWeight, round_to_grid
+
+from tandem_engine.model_loader.stored import Dense, Grid, Groups, Stored
 
 _Kind: TypeAlias = GGMLQuantizationType
 _Bytes = NDArray[np.uint8]
@@ -150,11 +152,16 @@ _GRIDS: dict[_Kind, tuple[Packing, Callable[[_Bytes], tuple[_Floats, _Floats]]]]
 }
 
 
-def packing_for(kind: _Kind) -> Packing | None:
-    """The packing of a format's weights; None for floats."""
+def grid_of(kind: _Kind) -> Grid | None:
+    """How a format's weights are stored; None: floats."""
     if kind in FLOATS:
         return None
-    return (_NATIVE.get(kind) or _GRIDS.get(kind) or (Packing.INT8,))[0]
+    if kind in _NATIVE:
+        bits = _NATIVE[kind][0].bits
+        return Grid(kind.name, Groups, bits, GGML_QUANT_SIZES[kind][0], has_factors=True)
+    if kind in _GRIDS:
+        return Grid(kind.name, Groups, _GRIDS[kind][0].bits)
+    return Grid(kind.name, Dense, 8)
 
 
 def values_of(kind: _Kind, rows: _Bytes) -> torch.Tensor:
@@ -163,23 +170,26 @@ def values_of(kind: _Kind, rows: _Bytes) -> torch.Tensor:
         return torch.from_numpy(np.array(dequantize(np.array(rows), kind), dtype=np.float32))
 
 
-def quantized_of(kind: _Kind, rows: _Bytes, packing: Packing) -> QuantizedWeight:
-    """rows [R, bytes] of a format that is not of floats -> their packing."""
+def stored_of(kind: _Kind, rows: _Bytes) -> Stored:
+    """rows [R, bytes] of a format that is not of floats, as grid_of says; values where a grid's scales exceed
+    float16. Raises NotImplementedError for formats that gguf cannot read."""
     blocks = rows.reshape(-1, GGML_QUANT_SIZES[kind][1])
-    if kind in _NATIVE and _NATIVE[kind][0] is packing:
+    if kind in _NATIVE:
         made = _NATIVE[kind][1](blocks)
         assert made.factors is not None
         codes, scales, minimums = (
             part.view(len(rows), -1) for part in (made.codes, made.scales, made.minimums)
         )
-        return QuantizedWeight(packing, codes, scales, minimums, made.factors.view(len(rows), -1, 2))
+        return Groups(codes, scales, minimums=minimums, factors=made.factors.view(len(rows), -1, 2))
     values = values_of(kind, rows)
-    if kind in _GRIDS and _GRIDS[kind][0] is packing:
-        with np.errstate(all="ignore"):
-            scales, minimums = (
-                torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32)).view(len(rows), -1).half()
-                for part in _GRIDS[kind][1](blocks)
-            )
-        if scales.isfinite().all() and minimums.isfinite().all():
-            return round_to_grid(values, packing, scales, minimums)
-    return quantize_weight(values, packing)
+    if kind not in _GRIDS:
+        return Dense(values)
+    packing, grid = _GRIDS[kind]
+    with np.errstate(all="ignore"):
+        scales, minimums = (
+            torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32)).view(len(rows), -1).half()
+            for part in grid(blocks)
+        )
+    if not (scales.isfinite().all() and minimums.isfinite().all()):
+        return Dense(values)
+    return Groups(round_to_grid(values, packing, scales, minimums).codes, scales, minimums=minimums)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from tandem_core.errors import ModelLoadError
-from tandem_kernels import Packing, QuantizedWeight
 from torch import Tensor
 
 from tandem_engine.model_loader.gguf_file import GgufTensor, open_all
-from tandem_engine.model_loader.gguf_formats import packing_for, quantized_of, values_of
+from tandem_engine.model_loader.gguf_formats import grid_of, stored_of, values_of
+from tandem_engine.model_loader.stored import Grid, Stored, numbers_of
 from tandem_engine.models.config import check_architecture
 
 _TOP = {
@@ -154,21 +154,22 @@ class GgufSource:
             )
         return torch.arange(num_rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
-    def packing(self, name: str) -> Packing | None:
-        """That holds the tensor (gguf_formats.py); None: it is not quantized."""
-        return packing_for(self._tensors[name].kind) if name in self._tensors else None
+    def grid(self, name: str) -> Grid | None:
+        """How a tensor is quantized; None: it is not."""
+        return grid_of(self._tensors[name].kind) if name in self._tensors else None
 
-    def get_quantized(self, name: str, packing: Packing, rows: slice = slice(None)) -> QuantizedWeight:
-        """Some rows of a quantized tensor in this packing."""
+    def stored(self, name: str, rows: slice = slice(None)) -> Stored:
+        """Some rows of a quantized tensor."""
         stored, order = self._tensors[name], self._row_order(name)
         wanted = stored.rows[rows if order is None else order[rows].numpy()]
         try:
-            weight = quantized_of(stored.kind, wanted, packing)
+            found = stored_of(stored.kind, wanted)
         except NotImplementedError:
             raise self._unreadable(stored) from None
-        if not (weight.scales.isfinite().all() and weight.minimums.isfinite().all()):
-            raise self._not_finite(stored)
-        return weight
+        for numbers in numbers_of(found):
+            if not numbers.isfinite().all():
+                raise self._not_finite(stored)
+        return found
 
     def _heads(self) -> int:
         return self._count("attention.head_count")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
-from tandem_kernels import Packing, QuantizedWeight
 from torch import Tensor
 
 from tandem_engine.model_loader.safetensors_files import weight_files
+from tandem_engine.model_loader.stored import Dense, Stored
 
 
 class SafetensorsSource:
@@ -50,8 +50,8 @@ class SafetensorsSource:
             tensor: Tensor = opened.get_tensor(name)[rows]
             return tensor
 
-    def packing(self, name: str) -> None:
+    def grid(self, name: str) -> None:
         """Nothing here is quantized."""
 
-    def get_quantized(self, name: str, packing: Packing, rows: slice = slice(None)) -> QuantizedWeight:
-        raise ValueError(f"{name} is not quantized")
+    def stored(self, name: str, rows: slice = slice(None)) -> Stored:
+        return Dense(self.get(name, rows))
