@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from tandem_engine import model_loader
 
 #: Larger development data, read when it lies beside the repository; the small sample ships with the package.
 _SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+#: For the fixtures of one test to end.
+_TEARDOWN_S = 60.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,6 +29,42 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("timeout")
+    _end_after(item, float(marker.args[0] if marker is not None else item.config.getini("timeout")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Limits what fixtures wait for: pytest-timeout and pytest's own watch end when a test fails."""
+
+    def expire(*_: object) -> None:
+        pytest.fail(f"the test's fixtures did not end in {_TEARDOWN_S:.0f} s")
+
+    signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, _TEARDOWN_S)
+    _end_after(item, _TEARDOWN_S)
+
+
+def pytest_runtest_logfinish() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _end_after(item: pytest.Item, limit_s: float) -> None:
+    """Ends the process, and prints what its threads do, when native code holds back the exception for a
+    minute. xdist starts another process and names the test."""
+    stderr = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(limit_s + 60, exit=True, file=stderr)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names a failed test at once, for whoever ends the run before its summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} failed ({report.when}, {report.duration:.0f} s)", flush=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
