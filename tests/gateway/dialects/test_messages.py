@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from tandem_proto.v1 import common_pb2
 from tool_models import make_tool_folder
 
 ASKED = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -329,6 +330,39 @@ async def test_reasoning_is_shown_if_thinking_is_requested(pods, gateway, tmp_pa
     assert "".join(delta.get("thinking", "") for delta in deltas) == "I think."
     starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
     assert starts == ["thinking", "text"]
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+async def test_blocks_are_in_the_order_of_the_text(pods, gateway, tmp_path, size):
+    text = f"I look.{CALL}Now again.{CALL}Done."
+    words = tuple(text[at : at + size] for at in range(0, len(text), size))
+    front = await gateway(await pods(words=words), model=make_tool_folder(tmp_path, "qwen2.5"))
+    asked = {**ASKED, "max_tokens": 400, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+    whole = (await front.http.post("/v1/messages", json=asked)).json()
+    kinds = ["text", "tool_use", "text", "tool_use", "text"]
+    assert [block["type"] for block in whole["content"]] == kinds
+    assert [block.get("text") for block in whole["content"][::2]] == ["I look.", "Now again.", "Done."]
+    events = _events(await front.http.post("/v1/messages", json={**asked, "stream": True}))
+    started = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert [block["type"] for block in started] == kinds
+    texts = [""] * len(started)
+    for event in events:
+        if event["type"] == "content_block_delta":
+            texts[event["index"]] += event["delta"].get("text", "")
+    assert texts[::2] == ["I look.", "Now again.", "Done."]
+
+
+async def test_a_cut_call_has_the_arguments_so_far(pods, gateway, tmp_path):
+    words = ('<tool_call>{"name": "f", "arguments": {"a": "x", "b": [1, 2, ',)
+    fleet = await pods(words=words, reason=common_pb2.FINISH_REASON_LENGTH)
+    front = await gateway(fleet, model=make_tool_folder(tmp_path, "qwen2.5"))
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    answer = (await front.http.post("/v1/messages", json={**ASKED, "tools": tools})).json()
+    assert answer["stop_reason"] == "max_tokens"
+    assert answer["content"][0]["input"] == {"a": "x", "b": [1, 2]}
 
 
 def _events(answer):

@@ -324,6 +324,29 @@ async def test_a_call_of_a_custom_tool_has_its_text(pods, gateway, tmp_path):
     assert (await front.openai.responses.create(**required)).output[0].input == text
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_items_are_in_the_order_of_the_text(pods, gateway, tmp_path, size, is_cut):
+    call = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
+    text = f"I look.{call}Now again.{call}"
+    text = text[:-20] if is_cut else f"{text}Done."
+    reason = common_pb2.FINISH_REASON_LENGTH if is_cut else common_pb2.FINISH_REASON_STOP
+    words = tuple(text[at : at + size] for at in range(0, len(text), size))
+    front = await gateway(await pods(words=words, reason=reason), model=make_tool_folder(tmp_path, "qwen2.5"))
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
+    asked = {"model": "tiny-chat", "input": "hi", "tools": [tool]}
+    asked |= {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    whole = await front.openai.responses.create(**asked)
+    stream = [event async for event in await front.openai.responses.create(**asked, stream=True)]
+    kinds = ["message", "function_call", "message", "function_call", "message"]
+    for response in (whole, stream[-1].response):
+        assert [item.type for item in response.output] == (kinds[:4] if is_cut else kinds)
+        assert [item.content[0].text for item in response.output[:3:2]] == ["I look.", "Now again."]
+        assert response.output[1].arguments == '{"n": 1}'
+        cut = "incomplete" if is_cut else "completed"
+        assert [item.status for item in response.output] == ["completed"] * (len(response.output) - 1) + [cut]
+
+
 async def test_a_tool_in_a_namespace_is_called_by_both_names(pods, gateway, tmp_path):
     words = ('<tool_call>\n{"name": "mcp__a__find", "arguments": {"x": 1}}\n</tool_call>',)
     front = await gateway(await pods(words=words), model=make_tool_folder(tmp_path, "qwen2.5"))

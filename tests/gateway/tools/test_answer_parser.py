@@ -21,8 +21,11 @@ class Seen:
     content: str = ""
     reasoning: str = ""
     calls: list[list[str]] = field(default_factory=list)
+    #: With its parts in order.
+    whole: AnswerDelta = field(default_factory=AnswerDelta)
 
     def add(self, delta: AnswerDelta) -> None:
+        self.whole += delta
         self.content += delta.content
         self.reasoning += delta.reasoning
         for call in delta.calls:

@@ -4,7 +4,7 @@ rendered from the stream of a chat, so an answer reads the same through every AP
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 from pydantic import ConfigDict, JsonValue
@@ -17,6 +17,7 @@ from tandem_gateway.dialects.openai_models import ChatBody
 from tandem_gateway.dialects.openai_render import ChatRenderer, Json
 from tandem_gateway.dialects.sse import sse
 from tandem_gateway.errors import UnsupportedFieldError
+from tandem_gateway.tools.answer_parser import AnswerDelta, CallDelta
 
 JsonObject = dict[str, JsonValue]
 #: A rendered event, or a part of a chat's rendered chunk.
@@ -80,6 +81,12 @@ class TypedEventsRenderer(ChatRenderer):
 
     _has_started = False
 
+    def __init__(
+        self, record: answers_pb2.AnswerRecord, model: str, token_bytes: Callable[[int], bytes]
+    ) -> None:
+        super().__init__(record, model, token_bytes)
+        self._logprobs_held: list[Any] = []
+
     def chunk(self, chunk: decode_pb2.DecodeChunk) -> Json | None:
         chat = super().chunk(chunk)
         return None if chat is None else {"events": self._events(_only_choice(chat))}
@@ -109,22 +116,20 @@ class TypedEventsRenderer(ChatRenderer):
             events += self._end(choice)
         return events
 
-    def _of_delta(self, delta: Rendered, logprobs: Rendered | None) -> list[Rendered]:
-        """Arguments of the open call come first, because text closes it; new calls come last."""
-        events: list[Rendered] = []
-        calls = delta.get("tool_calls") or ()
-        for call in calls:
-            if not call.get("id"):
-                events += self._call(call)
-        if text := delta.get("reasoning_content"):
-            events += self._text("reasoning", text, [])
-        content, positions = delta.get("content") or "", (logprobs or {}).get("content") or []
-        if content or positions:
-            events += self._text("message", content, positions)
-        for call in calls:
-            if call.get("id"):
-                events += self._call(call)
+    def _of_delta(self, part: AnswerDelta, logprobs: Rendered | None) -> list[Rendered]:
+        """Log probabilities of tokens without text belong to the next text, unless a call precedes it."""
+        events = self._text("reasoning", part.reasoning, []) if part.reasoning else []
+        self._logprobs_held += (logprobs or {}).get("content") or []
+        for piece in part.parts:
+            held, self._logprobs_held = self._logprobs_held, []
+            events += self._text("message", piece, held) if isinstance(piece, str) else self._call(piece)
         return events
+
+    def _delta(self, part: AnswerDelta, *, is_first: bool) -> Json:
+        return cast(Json, {"delta": part})
+
+    def _whole_part(self, part: AnswerDelta) -> Json:
+        return cast(Json, {"delta": part})
 
     @abstractmethod
     def _start(self) -> list[Rendered]:
@@ -135,7 +140,7 @@ class TypedEventsRenderer(ChatRenderer):
         """`kind`: "reasoning" or "message"."""
 
     @abstractmethod
-    def _call(self, call: Rendered) -> list[Rendered]:
+    def _call(self, call: CallDelta) -> list[Rendered]:
         """The events of a call's delta; the first one has its id and name, later ones arguments."""
 
     @abstractmethod

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from pydantic_core import from_json
 from tandem_core.errors import TandemError
 from tandem_proto.v1 import answers_pb2
 
@@ -20,6 +21,7 @@ from tandem_gateway.dialects.chat_dialect import Rendered, TypedEventsRenderer
 from tandem_gateway.dialects.openai_render import Json, error_json
 from tandem_gateway.errors import presentation
 from tandem_gateway.request import Event
+from tandem_gateway.tools.answer_parser import AnswerDelta, CallDelta
 
 #: Anthropic's types of errors by HTTP status; other statuses are invalid requests, or errors of the server.
 _ERROR_TYPES = {
@@ -66,15 +68,16 @@ class MessagesRenderer(TypedEventsRenderer):
     def whole(self, events: Sequence[Event]) -> Json:
         chat = cast(Rendered, super().whole(events))
         choice = chat["choices"][0]
-        message = choice["message"]
+        delta: AnswerDelta = choice["delta"]
         content: list[Rendered] = []
-        if self._shows_reasoning and (thinking := message.get("reasoning_content")):
-            content.append({"type": "thinking", "thinking": thinking, "signature": ""})
-        if message["content"]:
-            content.append({"type": "text", "text": message["content"]})
-        for call in message.get("tool_calls") or ():
-            arguments = call["function"]["arguments"]
-            content.append({"type": "tool_use", **_head_of(call), "input": _parsed(arguments)})
+        if self._shows_reasoning and delta.reasoning:
+            content.append({"type": "thinking", "thinking": delta.reasoning, "signature": ""})
+        content += [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else _tool_use(part, _parsed(part.arguments))
+            for part in delta.parts
+        ]
         return self._message(content, _stop(choice), _usage(chat["usage"]))
 
     def ping(self, *, has_ids: bool) -> bytes:
@@ -96,13 +99,13 @@ class MessagesRenderer(TypedEventsRenderer):
         events = self._block("text", {"type": "text", "text": ""})
         return [*events, self._delta_event({"type": "text_delta", "text": text})]
 
-    def _call(self, call: Rendered) -> list[Rendered]:
+    def _call(self, call: CallDelta) -> list[Rendered]:
         events: list[Rendered] = []
-        if call.get("id"):
+        if call.id:
             events += self._close()
-            events += self._block("tool_use", {"type": "tool_use", **_head_of(call), "input": {}})
-        if arguments := (call.get("function") or {}).get("arguments"):
-            events.append(self._delta_event({"type": "input_json_delta", "partial_json": arguments}))
+            events += self._block("tool_use", _tool_use(call, {}))
+        if call.arguments:
+            events.append(self._delta_event({"type": "input_json_delta", "partial_json": call.arguments}))
         return events
 
     def _end(self, choice: Rendered) -> list[Rendered]:
@@ -149,16 +152,20 @@ def _stop(choice: Rendered) -> Rendered:
     return {"stop_reason": _STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
 
 
-def _head_of(call: Rendered) -> Rendered:
-    return {"id": call["id"], "name": call["function"]["name"]}
+def _tool_use(call: CallDelta, arguments: Rendered) -> Rendered:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
 def _parsed(arguments: str) -> Rendered:
-    """The arguments as an object. Numbers that JSON cannot express become texts."""
+    """The arguments as an object. Numbers that JSON cannot express become texts. What the token limit has cut
+    is shown as far as it goes, as Anthropic's client shows a stream that ends there."""
     try:
         value = json.loads(arguments, parse_float=_number, parse_constant=str)
-    except (ValueError, RecursionError):  # incomplete because of the token limit, or very deep
-        return {}
+    except (ValueError, RecursionError):
+        try:
+            value = from_json(arguments, allow_partial=True, allow_inf_nan=False)
+        except ValueError:  # no JSON, or very deep
+            return {}
     return value if isinstance(value, dict) else {}
 
 

@@ -27,6 +27,7 @@ from tandem_gateway.dialects.openai_messages import CUSTOM_INPUT
 from tandem_gateway.dialects.openai_render import Json, JsonValue, error_json
 from tandem_gateway.dialects.responses_models import IN_NAMESPACE
 from tandem_gateway.request import Event
+from tandem_gateway.tools.answer_parser import CallDelta
 
 #: Maximum positions with log probabilities that the last events of a stream repeat (four times). For longer
 #: texts only the deltas have them: 20,000 positions with 20 alternatives took 160 MB, and two seconds of the
@@ -121,17 +122,8 @@ class ResponsesRenderer(TypedEventsRenderer):
     def whole(self, events: Sequence[Event]) -> Json:
         chat = cast(Rendered, super().whole(events))
         choice = chat["choices"][0]
-        message, logprobs = choice["message"], choice["logprobs"]
-        delta = {
-            "content": message["content"],
-            "reasoning_content": message.get("reasoning_content"),
-            "tool_calls": [
-                {"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())
-            ],
-        }
-        self._finished_by = choice["finish_reason"]
         self._is_whole = True
-        self._of_delta(delta, logprobs)
+        self._of_delta(choice["delta"], choice["logprobs"])
         self._end(choice)
         return self._response(chat["usage"])
 
@@ -147,7 +139,10 @@ class ResponsesRenderer(TypedEventsRenderer):
     def _end(self, choice: Rendered) -> list[Rendered]:
         self._finished_by = choice["finish_reason"]
         is_empty = not self._output and self._open is None  # an empty answer has an empty message
-        return [*(self._add("message", "") if is_empty else []), *self._close()]
+        events = self._add("message", "") if is_empty else []
+        if self._logprobs_held and self._open is not None and self._open.kind == "message":
+            events += self._text("message", "", self._logprobs_held)
+        return [*events, *self._close()]
 
     def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[Rendered]:
         events = [] if self._open is not None and self._open.kind == kind else self._add(kind, "")
@@ -162,19 +157,17 @@ class ResponsesRenderer(TypedEventsRenderer):
             more["logprobs"] = logprobs
         return [*events, self._of_item(f"{_TEXT_EVENTS[kind]}.delta", item, more)]
 
-    def _call(self, call: Rendered) -> list[Rendered]:
-        function = call.get("function") or {}
+    def _call(self, call: CallDelta) -> list[Rendered]:
         events: list[Rendered] = []
-        if call.get("id"):
-            name = function.get("name") or ""
-            kind = "custom_tool_call" if name in self._custom_tools else "function_call"
-            events += self._add(kind, call["id"], name)
+        if call.id:
+            kind = "custom_tool_call" if call.name in self._custom_tools else "function_call"
+            events += self._add(kind, call.id, call.name)
         item = cast(_Item, self._open)
-        if arguments := function.get("arguments"):
-            item.texts.append(arguments)
+        if call.arguments:
+            item.texts.append(call.arguments)
             if item.kind == "function_call":  # the input of a custom tool is shown when it is complete
                 name = "response.function_call_arguments.delta"
-                events.append(self._of_item(name, item, {"delta": arguments}))
+                events.append(self._of_item(name, item, {"delta": call.arguments}))
         return events
 
     def _add(self, kind: str, call_id: str, name: str = "") -> list[Rendered]:

@@ -31,24 +31,33 @@ class CallDelta:
 
 @dataclass
 class AnswerDelta:
-    """The additions of a piece of text."""
+    """The additions of a piece of text; its reasoning precedes the rest."""
 
-    content: str = ""
     reasoning: str = ""
-    #: At most one of each index.
-    calls: list[CallDelta] = field(default_factory=list)
+    #: Content and calls in the order of the text; neighbours are never two texts or two parts of one call.
+    parts: list[str | CallDelta] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        return "".join([part for part in self.parts if isinstance(part, str)])
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        """At most one of each index."""
+        return [part for part in self.parts if isinstance(part, CallDelta)]
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+        return bool(self.reasoning or self.parts)
 
     def __add__(self, later: AnswerDelta) -> AnswerDelta:
-        calls = {call.index: call for call in self.calls}
-        for call in later.calls:
-            first = calls.get(call.index, CallDelta(call.index, call.id, call.name))
-            calls[call.index] = replace(first, arguments=first.arguments + call.arguments)
-        return AnswerDelta(
-            self.content + later.content, self.reasoning + later.reasoning, list(calls.values())
-        )
+        parts, following = list(self.parts), list(later.parts)
+        if parts and following:
+            last, first = parts[-1], following[0]
+            if isinstance(last, str) and isinstance(first, str):
+                parts[-1:], following[:1] = [last + first], []
+            elif isinstance(last, CallDelta) and isinstance(first, CallDelta) and first.index == last.index:
+                parts[-1:], following[:1] = [replace(last, arguments=last.arguments + first.arguments)], []
+        return AnswerDelta(self.reasoning + later.reasoning, parts + following)
 
 
 def parsers_of(record: answers_pb2.AnswerRecord) -> list[AnswerParser]:
@@ -82,9 +91,8 @@ class AnswerParser:
         self._num_calls = 0
         #: Whether the answer ends with calls, which the client executes; known after `finish`.
         self.ends_with_calls = False
-        #: What the next delta gets; calls with the parts of their arguments.
-        self._content: list[str] = []
-        self._new_calls: list[tuple[CallDelta, list[str]]] = []
+        #: What the next delta gets: texts in pieces, and calls with the pieces of their arguments.
+        self._new: list[tuple[CallDelta | None, list[str]]] = []
 
     def push(self, text: str) -> AnswerDelta:
         reasoning = ""
@@ -106,7 +114,7 @@ class AnswerParser:
         is_stop = bool(end.stop_reason) or end.HasField("stop_token_id")
         is_cut_call = is_stop and self._is_in_shown_call
         if is_cut_call:
-            self._new_calls = [call for call in self._new_calls if call[0].index != self._num_calls - 1]
+            self._new.pop()  # it was held back as a whole
         elif self._calls is not None:
             self._calls.finish(is_cut=is_stop or end.reason == common_pb2.FINISH_REASON_LENGTH)
         is_at_end = end.reason == common_pb2.FINISH_REASON_STOP
@@ -115,21 +123,24 @@ class AnswerParser:
         return self._taken(reasoning)
 
     def content(self, text: str) -> None:
-        self._content.append(text)
+        if not text:
+            return
+        if not self._new or self._new[-1][0] is not None:
+            self._new.append((None, []))
+        self._new[-1][1].append(text)
 
     def begin_call(self, name: str) -> None:
         self._num_calls += 1
         if self._is_shown:
             index = self._num_calls - 1
-            self._new_calls.append((CallDelta(index, self._call_id(index), name), []))
+            self._new.append((CallDelta(index, self._call_id(index), name), []))
 
     def arguments(self, text: str) -> None:
         if not (self._is_shown and text):
             return
-        index = self._num_calls - 1
-        if not self._new_calls or self._new_calls[-1][0].index != index:
-            self._new_calls.append((CallDelta(index), []))
-        self._new_calls[-1][1].append(text)
+        if not self._new or self._new[-1][0] is None:
+            self._new.append((CallDelta(self._num_calls - 1), []))
+        self._new[-1][1].append(text)
 
     @property
     def _is_in_shown_call(self) -> bool:
@@ -143,16 +154,19 @@ class AnswerParser:
         if self._calls is not None:
             self._calls.push(text)
         else:
-            self._content.append(text)
+            self.content(text)
 
     def _call_id(self, index: int) -> str:
         digest = hashlib.sha256(f"{self._seed} {index}".encode()).hexdigest()
         return digest[:9] if self._has_short_ids else f"call_{digest[:24]}"
 
     def _taken(self, reasoning: str) -> AnswerDelta:
-        held = self._new_calls[-1:] if self._has_stops and self._is_in_shown_call else []
-        new = self._new_calls[: len(self._new_calls) - len(held)]
-        calls = [replace(call, arguments="".join(parts)) for call, parts in new]
-        delta = AnswerDelta("".join(self._content), reasoning, calls)
-        self._content, self._new_calls = [], held
-        return delta
+        held = self._new[-1:] if self._has_stops and self._is_in_shown_call else []
+        new, self._new = self._new[: len(self._new) - len(held)], held
+        return AnswerDelta(
+            reasoning,
+            [
+                "".join(pieces) if call is None else replace(call, arguments="".join(pieces))
+                for call, pieces in new
+            ],
+        )
