@@ -1,4 +1,5 @@
-// A token drawn from a row of logits, in three passes over it: the largest logit, the weights, the race.
+// A token drawn from a row of logits, in three passes over it: the largest logit, the weights, the race. A nucleus
+// (top-p) takes two more, and one for each halving of the range of its lightest weight if that range holds many tokens.
 //
 // A token's time in the race is at least u / weight, so nearly all tokens lose without a logarithm. exp is computed as
 // numpy does for float32, so that draws are those of numpy. Sums in float64 may be added in another order.
@@ -23,6 +24,7 @@ typedef uint64_t Bits __attribute__((vector_size(kWide * 8)));
 typedef int64_t Mask __attribute__((vector_size(kWide * 8)));
 typedef double Double __attribute__((vector_size(kWide * 8)));
 typedef float Narrow __attribute__((vector_size(kWide * 4)));
+typedef int32_t NarrowInt __attribute__((vector_size(kWide * 4)));
 
 template <class To, class From>
 inline To load_as(const From* p) {
@@ -109,44 +111,57 @@ class Candidates {
     keep_from(x, kth_of_some(k));
   }
 
-  // The fewest most likely tokens with p < 1 of the weight.
+  // The fewest most likely tokens with p < 1 of the weight: bisects for the lightest of their weights.
   void keep_top_p(double p) {
     weigh();
-    double total = 0.0;
-    Double sums{};
-    for (int64_t i = 0; i < num; i += kWide) sums += __builtin_convertvector(load_as<Narrow>(&weights[i]), Double);
-    for (int i = 0; i < kWide; ++i) total += sums[i];
-    const double target = p * total;
-    // Only weights around the nucleus's edge are sorted. Mostly a few dozen tokens weigh enough, more than rounding can
-    // tell. If not, the edge is within one step of the weights' leading bits, which are ordered as the weights are.
-    double heavy = 0.0, above = 0.0;
-    some.clear();
-    each_from(weights, kHeavy, [&](int64_t i) { some.push_back(weights[i]), heavy += weights[i]; });
-    float lowest = kHeavy;
-    if (heavy < target * (1.0 + 1e-9)) {
-      const uint32_t last = step_of(1.0f);
-      masses.assign(last + 1, 0.0);
-      for (int64_t i = 0; i < num; ++i) masses[step_of(weights[i])] += weights[i];
-      uint32_t step = last;
-      for (; step > 0 && above + masses[step] < target; --step) above += masses[step];
-      const uint32_t bits = step << 16;
-      std::memcpy(&lowest, &bits, 4);
-      some.clear();
-      each_from(weights, lowest, [&](int64_t i) {
-        if (step_of(weights[i]) == step) some.push_back(weights[i]);
-      });
+    // It is in [low, high), in bits, which are ordered as positive floats are: the tokens from `high` weigh less than
+    // the target, those from `low` enough. Mostly a few dozen tokens from kHeavy are enough.
+    uint32_t low = bits_of(kHeavy), high = bits_of(1.0f) + 1;
+    const Share all = from(0);
+    const double target = p * all.weight;
+    Share upper{}, lower = from(low);
+    if (lower.weight < target) high = low, upper = lower, low = 0, lower = all;
+    while (lower.count - upper.count > kFew && high - low > 1) {
+      const uint32_t middle = low + (high - low) / 2;
+      const Share share = from(middle);
+      if (share.weight < target)
+        high = middle, upper = share;
+      else
+        low = middle, lower = share;
     }
-    std::sort(some.begin(), some.end(), std::greater<float>());
+    some.clear();
+    each_between(weights, float_of(low), float_of(high), [&](int64_t i) { some.push_back(weights[i]); });
+    if (high - low > 1) std::sort(some.begin(), some.end(), std::greater<float>());
     size_t kept = 0;
-    for (double mass = 0.0; kept < some.size() && above + mass < target;) mass += some[kept++];
-    const float lightest = kept ? some[kept - 1] : lowest;
+    for (double mass = 0.0; kept < some.size() && upper.weight + mass < target;) mass += some[kept++];
+    const float lightest = kept ? some[kept - 1] : float_of(low);
     // Among equal weights the lower ids stay.
     int64_t equals = some.begin() + kept - std::find(some.begin(), some.begin() + kept, lightest);
-    keep_from(weights, lightest);
-    int64_t left = 0;
-    for (int64_t i = 0; i < int64_t(ids.size()); ++i)
-      if (weights[i] > lightest || equals-- > 0) move(i, left++);
-    end_at(left);
+    if (is_filtered || upper.count + int64_t(kept) <= kFew) {
+      keep_from(weights, lightest);
+      int64_t left = 0;
+      for (int64_t i = 0; i < int64_t(ids.size()); ++i)
+        if (weights[i] > lightest || equals-- > 0) move(i, left++);
+      end_at(left);
+      return;
+    }
+    // Many tokens stay where they are.
+    for (int64_t i = 0; i < num; i += kLanes) {
+      const Vec w = load(&weights[i]);
+      const VecInt is_equal = w == splat(lightest);
+      const int32_t num_equal = -sum(is_equal);
+      VecInt stays = w >= splat(lightest);
+      if (num_equal <= equals) {
+        equals -= num_equal;
+      } else {
+        for (int lane = 0; lane < kLanes; ++lane) {
+          if (!is_equal[lane]) continue;
+          stays[lane] = equals > 0 ? -1 : 0;
+          equals -= equals > 0;
+        }
+      }
+      store(&x[i], stays ? load(&x[i]) : splat(-kInfinity));
+    }
   }
 
   // Those with at least this logit.
@@ -186,31 +201,61 @@ class Candidates {
   static constexpr int64_t kPadding = kBlock * kLanes;
   static constexpr float kHeavy = 1e-3f;
 
-  // A weight's leading bits.
-  static uint32_t step_of(float weight) {
+  // This number of tokens is sorted or moved in the time of a pass over a row.
+  static constexpr int64_t kFew = 512;
+
+  static uint32_t bits_of(float weight) {
     uint32_t bits;
     std::memcpy(&bits, &weight, 4);
-    return bits >> 16;
+    return bits;
+  }
+  static float float_of(uint32_t bits) {
+    float weight;
+    std::memcpy(&weight, &bits, 4);
+    return weight;
+  }
+
+  struct Share {
+    double weight;
+    int64_t count;
+  };
+
+  // The weights whose bits are at least `bits`.
+  Share from(uint32_t bits) const {
+    const Narrow limit = Narrow{} + float_of(bits);
+    Double sums{};
+    NarrowInt counts{};
+    for (int64_t i = 0; i < num; i += kWide) {
+      const Narrow w = load_as<Narrow>(&weights[i]);
+      const NarrowInt is_in = w >= limit;
+      counts -= is_in;
+      sums += __builtin_convertvector(is_in ? w : Narrow{}, Double);
+    }
+    Share share{};
+    for (int i = 0; i < kWide; ++i) share.weight += sums[i], share.count += counts[i];
+    return share;
   }
 
   void weigh() {
     for (int64_t i = 0; i < num; i += kLanes) store(&weights[i], exp_of(load(&x[i])));
   }
 
-  // Calls found(i), in order, where values[i] >= limit.
+  // Calls found(i), in order, where low <= values[i] < high.
   template <class Found>
-  void each_from(const std::vector<float>& values, float limit, Found found) const {
+  void each_between(const std::vector<float>& values, float low, float high, Found found) const {
     for (int64_t from = 0; from < num; from += kLanes) {
-      if (!sum(load(&values[from]) >= splat(limit))) continue;
-      for (int64_t i = from; i < from + kLanes; ++i)
-        if (values[i] >= limit) found(i);
+      const Vec v = load(&values[from]);
+      const VecInt is_between = v >= splat(low) & v < splat(high);
+      if (!sum(is_between)) continue;
+      for (int lane = 0; lane < kLanes; ++lane)
+        if (is_between[lane]) found(from + lane);
     }
   }
 
   void keep_from(const std::vector<float>& values, float limit) {
     int64_t left = 0;
     if (!is_filtered) ids.resize(num);
-    each_from(values, limit, [&](int64_t i) {
+    each_between(values, limit, kInfinity, [&](int64_t i) {
       ids[left] = is_filtered ? ids[i] : i;
       const float logit = x[i], weight = weights[i];
       x[left] = logit, weights[left++] = weight;
@@ -237,7 +282,6 @@ class Candidates {
   int64_t num = 0;  // with padding
   std::vector<int64_t> ids;
   std::vector<float> x, weights, some;
-  std::vector<double> masses;
 };
 
 int64_t draw(const float* logits, int64_t size, const Draw& by) {

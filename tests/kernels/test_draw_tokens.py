@@ -93,6 +93,33 @@ def test_the_compiled_kernel_draws_the_references_tokens(kind: str, vocab_size: 
         assert draw_tokens(*case).tolist() == draw_reference(*case).tolist()
 
 
+#: Distributions of [rows, tokens] standard normal numbers.
+NUCLEI = {
+    "equal": torch.zeros_like,
+    "two values": torch.sign,
+    "nearly equal": lambda noise: noise * 1e-6,
+    "flat": lambda noise: noise * 0.3,
+    "steep": lambda noise: noise * 3,
+    "tied": lambda noise: (noise * 4).round() / 2,
+    "huge": lambda noise: noise * 1e37,
+    "one of two": lambda noise: noise.where(noise > 0, -math.inf),
+    "a peak above equals": lambda noise: torch.cat([noise[:, :1] * 0 + 9, noise[:, 1:] * 1e-5], 1),
+}
+
+
+@pytest.mark.parametrize("library", COMPILED)
+@pytest.mark.parametrize("distribution", NUCLEI)
+def test_a_nucleus_of_any_size_is_the_references(distribution: str, library: str) -> None:
+    """Alone, after top-k and before min-p; more tokens than are sorted at once."""
+    shares = torch.tensor([1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 1e-9, 1 - 2**-53], dtype=torch.float64)
+    logits = NUCLEI[distribution](torch.randn(56, 3000, generator=torch.Generator().manual_seed(2)))
+    keys, temperature, top_k, _, log_min_p = constant(56, 1.0)
+    temperature[28:], top_k[14:28], log_min_p[7:14] = 0.2, 1500, -1.0
+    case = (logits, keys, temperature, top_k, shares.repeat(8), log_min_p)
+    with native_library(library):
+        assert draw_tokens(*case).tolist() == draw_reference(*case).tolist()
+
+
 @pytest.mark.parametrize("library", COMPILED)
 @pytest.mark.parametrize("size", [1, 5, 63, 64, 65, 200])
 def test_greedy_is_torchs_argmax(size: int, library: str) -> None:
