@@ -40,8 +40,9 @@ async def load(
     num_requests: int,
     timeout_s: float = 20.0,
     max_retries: int = 0,
+    workload: str = "retail",
 ) -> list[RequestRecord]:
-    requests = RequestMaker(replace(CONFIG, num_requests=num_requests)).make("retail")
+    requests = RequestMaker(replace(CONFIG, num_requests=num_requests)).make(workload)
     try:
         return await run_load(transport, requests, schedule, timeout_s=timeout_s, max_retries=max_retries)
     finally:
@@ -67,6 +68,16 @@ async def test_grpc_records_first_token_gaps_tokens_and_the_receipt() -> None:
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.ignore_eos) == (6, 3, True)
     assert request.messages[0].role == "system"
     assert gateway.keys == ["Bearer secret"]
+
+
+async def test_random_answers_do_not_depend_on_the_models_sampling_defaults() -> None:
+    with FakeGateway(ANSWER).serving() as gateway, FakeOpenAI().serving() as openai:
+        for workload in ("retail", "random"):
+            for transport in (GrpcTransport(gateway.target, OPTIONS), HttpTransport(openai.url, OPTIONS)):
+                await load(transport, ClosedLoop(1), 1, workload=workload)
+    assert [r.sampling.HasField("top_p") for r in gateway.requests] == [False, True]
+    assert gateway.requests[1].sampling.top_p == 1.0
+    assert [body.get("top_p") for body in openai.bodies] == [None, 1.0]
 
 
 async def test_a_closed_loop_keeps_its_concurrency_and_sends_all() -> None:

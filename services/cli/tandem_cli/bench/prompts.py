@@ -1,7 +1,7 @@
 """Chat prompts of two workloads. Equal seeds give equal prompts.
 
     retail     customer-service dialogues with their policy: phrases recur
-    random     random words, answers sampled at temperature 2: no phrases recur
+    random     random words, answers sampled from all tokens at temperature 2: no phrases recur
 
 A retail prompt of a given length:
 
@@ -50,6 +50,8 @@ class Prompt:
     messages: tuple[Turn, ...]
     #: None: temperature of the run.
     temperature: float | None = None
+    #: None: the model's own.
+    top_p: float | None = None
     #: Added to the run's seed.
     seed_offset: int = 0
 
@@ -134,7 +136,11 @@ def _random(material: Material, index: int) -> Prompt:
     text = cut_to_tokens(" ".join(words), length, material.count)
     # With a common seed, all answers would sample with the same random numbers.
     return Prompt(
-        f"random-{index}", (Turn("user", text),), temperature=_RANDOM_TEMPERATURE, seed_offset=index
+        f"random-{index}",
+        (Turn("user", text),),
+        temperature=_RANDOM_TEMPERATURE,
+        top_p=1.0,
+        seed_offset=index,
     )
 
 

@@ -40,7 +40,7 @@ class SendError(Exception):
 _NS_PER_S = 1_000_000_000
 
 
-def temperature_of(options: BenchOptions, prompt: Prompt) -> float:
+def _temperature(options: BenchOptions, prompt: Prompt) -> float:
     return options.temperature if prompt.temperature is None else prompt.temperature
 
 
@@ -71,7 +71,8 @@ class GrpcTransport(Transport):
             ],
             sampling=common_pb2.SamplingParams(
                 max_tokens=request.max_tokens,
-                temperature=temperature_of(options, prompt),
+                temperature=_temperature(options, prompt),
+                top_p=prompt.top_p,
                 seed=options.seed + prompt.seed_offset,
                 ignore_eos=options.ignore_eos,
             ),
@@ -195,12 +196,14 @@ class HttpTransport(Transport):
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_tokens": request.max_tokens,
-            "temperature": temperature_of(options, prompt),
+            "temperature": _temperature(options, prompt),
             "seed": options.seed + prompt.seed_offset,
         }
         # Sent only if given, because other servers may refuse unknown fields.
         if request.slo.name:
             body["slo_class"] = request.slo.name
+        if prompt.top_p is not None:
+            body["top_p"] = prompt.top_p
         if options.speculation:
             body["speculation"] = options.speculation
         if options.ignore_eos:
