@@ -150,7 +150,7 @@ def test_a_prompt_of_16k_tokens_takes_the_memory_that_was_said(
 
 @pytest.mark.skipif("avx2" not in NATIVE, reason="only kernels without bfloat16 products widen")
 def test_what_bfloat16_takes_without_products_of_its_own_is_counted(long_context_model: Path) -> None:
-    rows, depth, threads = 512, 16_384, 2
+    rows, depth, threads = 512, 16_384, 1  # of several threads one may find no work, and takes nothing
     config = replace(ModelConfig.from_folder(long_context_model), intermediate_size=depth)
     limits = StepLimits(max_tokens=rows, max_seqs=1, max_decode_tokens=1)
 

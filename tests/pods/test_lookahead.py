@@ -44,4 +44,5 @@ async def test_the_choices_of_one_call_count_as_one_request(tiny_model: Path, tm
             await until(lambda before=merged: value("tokens_merged_total") >= before + 48)
             assert value("corpus_shared_tokens") == shared
             await client.post("/v1/completions", json={**GREEDY, **fields})
-            await until(lambda before=shared: value("corpus_shared_tokens") > before)
+            await until(lambda before=merged: value("tokens_merged_total") >= before + 72)
+            assert value("corpus_shared_tokens") > shared
