@@ -12,6 +12,8 @@ the second dimension; slot = block_id * block_size + offset within the block. On
 and float8 caches: quantize.
 DecoderLayers and move_slots_in_layers also take it interleaved (interleaved_cache.py), the others do not.
 
+gated_delta keeps a state of fixed size per sequence instead of keys and values.
+
 packed_linear is a layer's matrix product on a CPU, also with quantized weights; add_rms_norm and silu_mul run
 between the products. draw_tokens samples all rows of logits at once, draw_token one on the host.
 
@@ -28,6 +30,7 @@ from tandem_kernels.decoder_layers import (
 )
 from tandem_kernels.draw_tokens import draw_token, draw_tokens
 from tandem_kernels.elementwise import add_rms_norm, silu_mul
+from tandem_kernels.gated_delta import GatedDeltaWeights, StateMetadata, gated_delta
 from tandem_kernels.interleaved_cache import deinterleave, interleave, runs_interleaved
 from tandem_kernels.move_slots import move_slots, move_slots_in_layers
 from tandem_kernels.packed_linear import (
@@ -69,17 +72,20 @@ __all__ = [
     "AttentionMetadata",
     "DecoderEnds",
     "DecoderLayers",
+    "GatedDeltaWeights",
     "LayerWeights",
     "PackedProjection",
     "PackedWeight",
     "Packing",
     "QuantizedWeight",
+    "StateMetadata",
     "StepInputs",
     "add_rms_norm",
     "deinterleave",
     "dequantize_packed",
     "draw_token",
     "draw_tokens",
+    "gated_delta",
     "interleave",
     "join_rows",
     "make_attention",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import triton
 from tandem_kernels.draw_tokens import FACTORS, GAMMA
-from tandem_kernels.gpu import draw_tokens, elementwise, move_slots, rope_store
+from tandem_kernels.gpu import draw_tokens, elementwise, gated_delta, move_slots, rope_store
 from tandem_kernels.quantize import SMALLEST_SCALE
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -72,6 +72,39 @@ def configurations() -> Iterator[Configuration]:
         }  # fmt: skip
         name = f"rope_store {heads}/{kv_heads} x {head_size} {cache} {per_token}"
         yield name, rope_store.rope_store_kernel, pointers, constants, warps
+    # Qwen3.5-9B, and Kimi Linear.
+    yield from gated_delta_configurations(k_heads=16, per_row=False)
+    yield from gated_delta_configurations(k_heads=32, per_row=True)
+
+
+def gated_delta_configurations(k_heads: int, per_row: bool) -> Iterator[Configuration]:
+    shape = {"K_HEADS": k_heads, "V_HEADS": 32, "K_DIM": 128, "V_DIM": 128, "PER_ROW": per_row}
+    trees = {"HAS_TREES": True, "MAX_NODES": 64}
+    metadata = dict.fromkeys(
+        ("query_start_loc_ptr", "initial_slots_ptr", "final_slots_ptr", "snapshot_slots_ptr",
+         "snapshot_rows_ptr"),
+        "i32",
+    )  # fmt: skip
+    inputs = dict.fromkeys(("qkv_ptr", "b_ptr", "a_ptr", "z_ptr", "out_ptr", "conv_ptr"), "bf16")
+    floats = dict.fromkeys(
+        ("conv_weight_ptr", "rate_ptr", "bias_ptr", "x_ptr", "outs_ptr", "beta_ptr", "decay_ptr",
+         "recurrent_ptr", "norm_ptr"),
+        "fp32",
+    )  # fmt: skip
+    pointers = metadata | inputs | floats | {"bits_ptr": "i64"}
+    for kernel, constants, warps in (
+        (gated_delta.prepare_kernel, shape | trees | {
+            "TAPS": 4, "BLOCK_SEQS": 16, "BLOCK_DIM": 128, "BLOCK_K": 128, "LENGTH_EPS": 1e-6,
+        }, 1),
+        (gated_delta.scan_kernel, shape | trees | {
+            "BLOCK_K": 128, "COLUMNS": gated_delta.COLUMNS,
+        }, gated_delta.NUM_WARPS),
+        (gated_delta.keep_kernel, {"TAPS": 4, "BLOCK": gated_delta.KEEP_BLOCK, "BLOCK_TAPS": 4}, 4),
+        (gated_delta.finish_kernel, {"V_HEADS": 32, "V_DIM": 128, "BLOCK_V": 128, "SIGMOID": per_row}, 1),
+    ):  # fmt: skip
+        names = set(kernel.arg_names)
+        name = f"gated_delta {kernel.__name__} {per_row}"
+        yield name, kernel, {n: t for n, t in pointers.items() if n in names}, constants, warps
 
 
 def compile_one(

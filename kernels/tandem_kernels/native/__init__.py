@@ -114,6 +114,40 @@ class LayersCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class States(ctypes.Structure):
+    """TandemStates of csrc/gated_delta.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in (
+            "query_start_loc", "ancestor_bits", "initial_slots", "final_slots", "snapshot_slots",
+            "snapshot_rows",
+        )),
+        *((name, _INT32) for name in ("num_seqs", "num_tokens", "num_slots")),
+    )  # fmt: skip
+
+
+class GatedDelta(ctypes.Structure):
+    """TandemGatedDelta of csrc/gated_delta.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in (
+            "conv_weight", "decay_rate", "decay_bias", "norm", "conv", "recurrent",
+        )),
+        *((name, _INT32) for name in (
+            "k_heads", "v_heads", "k_dim", "v_dim", "taps", "decay_per_channel", "sigmoid_gate",
+        )),
+        ("eps", _FLOAT),
+    )  # fmt: skip
+
+
+class GatedDeltaInputs(ctypes.Structure):
+    """TandemGatedDeltaInputs of csrc/gated_delta.h: pointer and stride of each."""
+
+    _fields_ = tuple(
+        field for name in ("qkv", "z", "b", "a") for field in ((name, _POINTER), (f"{name}_stride", _INT64))
+    )
+
+
 def instruction_sets() -> list[str]:
     """The instruction sets of build_native.py that this processor supports, slowest first."""
     return supported_sets(*_processor())
@@ -175,6 +209,11 @@ def _declare(library: ctypes.CDLL) -> None:
         *[_POINTER] * 7, *[_INT64] * 3, *[_INT32] * 5, _FLOAT, _INT32,
     ]  # fmt: skip
     library.tandem_rope_store.restype = _INT64
+    library.tandem_gated_delta.argtypes = [
+        ctypes.POINTER(States), ctypes.POINTER(GatedDelta), ctypes.POINTER(GatedDeltaInputs), _POINTER,
+        *[_INT32] * 2,
+    ]  # fmt: skip
+    library.tandem_gated_delta.restype = _INT64
     library.tandem_work_done.argtypes = []
     library.tandem_work_done.restype = _INT64
 
