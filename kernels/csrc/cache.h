@@ -47,3 +47,22 @@ struct HeadShape {
   int lanes() const { return int(row_bytes() / 4); }
   void copy(void* to, const void* from) const { std::memcpy(to, from, row_bytes()); }
 };
+
+// Where the heads' pieces lie in a dense cache: a block holds K of all K/V heads, then V of all.
+struct CachePieces {
+  int num_kv_heads, block_size, k_dim, v_dim;
+  DType dtype;
+  bool interleaved;
+
+  HeadShape keys() const { return {block_size, k_dim, dtype, interleaved}; }
+  HeadShape values() const { return {block_size, v_dim, dtype, interleaved}; }
+  char* keys(void* cache, int64_t block, int head) const {
+    return (char*)cache + block * block_bytes() + head * keys().bytes();
+  }
+  char* values(void* cache, int64_t block, int head) const {
+    return (char*)cache + block * block_bytes() + num_kv_heads * keys().bytes() + head * values().bytes();
+  }
+
+ private:
+  int64_t block_bytes() const { return num_kv_heads * (keys().bytes() + values().bytes()); }
+};

@@ -109,11 +109,13 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
   attention.out = work.attended;
   attention.out_stride = queries;
 
-  const RopeStore rope = {work.qkv, c.positions, c.slots, c.rotations, tokens, c.num_positions,
-                          int64_t(attention.num_blocks) * attention.block_size, attention.num_heads,
-                          attention.num_kv_heads, attention.head_size, attention.block_size, dtype, c.eps,
-                          attention.interleaved != 0};
-  if (const int64_t wrong = rope.first_wrong(); wrong >= 0) return wrong;
+  const RopeStore rope = {work.qkv, c.positions, c.slots, tokens, int64_t(attention.num_blocks) * attention.block_size,
+                          attention.block_size, dtype, attention.interleaved != 0};
+  if (const int64_t wrong = rope.first_wrong(c.num_positions); wrong >= 0) return wrong;
+  const TandemActivation silu = {int(Activation::kSilu), 1, 0};
+  auto norm = [&](const float* weight) {
+    return TandemNorm{weight, nullptr, c.eps, int(weight ? NormKind::kRms : NormKind::kNone)};
+  };
   for (int64_t t = 0; c.ends && t < tokens; ++t)
     if (c.ends->token_ids[t] < 0 || c.ends->token_ids[t] >= c.ends->vocab_size) return t;
   std::map<int32_t, AttentionStep> steps;  // by window
@@ -136,27 +138,29 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
     }
     for (int n = c.first_layer; n < c.end_layer; ++n) {
       const TandemLayer& layer = c.layers[n];
-      add_rms_norm_in_team(team, work.hidden, n == 0 ? nullptr : work.delta, layer.input_norm, rows(work.normed),
-                           tokens, c.hidden_size, c.eps, is_quantized(layer.qkv));
+      add_norm_in_team(team, work.hidden, n == 0 ? nullptr : work.delta, 1, norm(layer.input_norm), rows(work.normed),
+                       tokens, c.hidden_size, is_quantized(layer.qkv));
       linear_in_team(team, layer.qkv, rows(work.normed), tokens, work.qkv, dtype);
-      rope_store_in_team(team, rope, layer.q_norm, layer.k_norm, layer.cache);
+      const TandemHeads heads = {norm(layer.q_norm), norm(layer.k_norm), norm(nullptr), c.rotations, c.num_positions, int(D),
+                                 attention.num_heads, attention.num_kv_heads, int(D), int(D), 0, 0};
+      rope_store_in_team(team, rope, heads, layer.cache);
       steps.at(layer.window).run_in_team(team, layer.cache);
       if (is_quantized(layer.o)) {
         team.share(tokens, [&](int64_t r) { quantize_row(rows(work.attended), r, layer.o->depth); });
         team.wait();
       }
       linear_in_team(team, layer.o, rows(work.attended), tokens, work.delta, dtype);
-      add_rms_norm_in_team(team, work.hidden, work.delta, layer.post_norm, rows(work.normed), tokens, c.hidden_size,
-                           c.eps, is_quantized(layer.gate_up));
+      add_norm_in_team(team, work.hidden, work.delta, 1, norm(layer.post_norm), rows(work.normed), tokens, c.hidden_size,
+                       is_quantized(layer.gate_up));
       linear_in_team(team, layer.gate_up, rows(work.normed), tokens, work.gate_up, dtype);
-      silu_mul_in_team(team, work.gate_up, rows(work.product), tokens, c.intermediate_size,
+      activate_in_team(team, work.gate_up, dtype, silu, rows(work.product), tokens, c.intermediate_size,
                        is_quantized(layer.down));
       linear_in_team(team, layer.down, rows(work.product), tokens, work.delta, dtype);
     }
     if (const TandemEnds* ends = c.ends; ends && ends->num_rows) {
       const Activations sampled = {work.normed, dtype, ends->num_rows, work.quantized};
-      add_rms_norm_in_team(team, work.hidden, work.delta, ends->norm, sampled, ends->num_rows, c.hidden_size, c.eps,
-                           is_quantized(ends->head), ends->rows);
+      add_norm_in_team(team, work.hidden, work.delta, 1, norm(ends->norm), sampled, ends->num_rows, c.hidden_size,
+                       is_quantized(ends->head), ends->rows);
       linear_in_team(team, ends->head, sampled, ends->num_rows, ends->logits, DType::kFloat32);
       team.share(ends->num_rows, [&](int64_t r) {
         const float* row = ends->logits + r * ends->vocab_size;

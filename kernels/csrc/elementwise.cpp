@@ -1,4 +1,4 @@
-// What a decoder layer does between its matrix products, each pass over memory once, in float32 inside.
+// What a decoder's sublayers do between their matrix products, each pass over memory once, in float32 inside.
 
 #include "elementwise.h"
 
@@ -11,82 +11,203 @@ constexpr int64_t kParallelElements = 1 << 14;
 
 inline int threads_for(int64_t elements, int num_threads) { return elements < kParallelElements ? 1 : num_threads; }
 
-// A row's values times 1 / rms and the weight.
-inline void normalize(const void* x, int64_t from, int width, DType dtype, const float* weight, float eps, void* out,
+// out = (x - mean) * factor * weight + bias, whichever of them there are.
+template <bool Centred>
+inline void scale_row(const void* x, int64_t from, int width, DType dtype, Vec mean, Vec factor,
+                      const TandemNorm& norm, void* out, int64_t to, DType out_dtype) {
+  const float *weight = norm.weight, *bias = norm.bias;
+  for (int i = 0; i < width; i += kLanes) {
+    Vec v = load_as_float(x, from + i, dtype, nullptr);
+    if (Centred) v -= mean;
+    v *= factor;
+    if (weight) v *= load(weight + i);
+    if (bias) v += load(bias + i);
+    store_from_float(out, to + i, out_dtype, v);
+  }
+}
+
+// x and out may be the same row.
+inline void normalize(const void* x, int64_t from, int width, DType dtype, const TandemNorm& norm, void* out,
                       int64_t to, DType out_dtype) {
+  if (norm.kind == int(NormKind::kNone)) {
+    for (int i = 0; i < width; i += kLanes)
+      store_from_float(out, to + i, out_dtype, load_as_float(x, from + i, dtype, nullptr));
+    return;
+  }
+  const bool centred = norm.kind == int(NormKind::kLayer);
+  Vec total{};
+  for (int i = 0; centred && i < width; i += kLanes) total += load_as_float(x, from + i, dtype, nullptr);
+  const Vec mean = splat(centred ? sum(total) / width : 0.0f);
   Vec squares{};
   for (int i = 0; i < width; i += kLanes) {
     Vec v = load_as_float(x, from + i, dtype, nullptr);
+    if (centred) v -= mean;
     squares = fma(v, v, squares);
   }
-  const Vec factor = splat(1.0f / __builtin_sqrtf(sum(squares) / width + eps));
+  const Vec factor = splat(1.0f / __builtin_sqrtf(sum(squares) / width + norm.eps));
+  const auto scale = centred ? scale_row<true> : scale_row<false>;
+  scale(x, from, width, dtype, mean, factor, norm, out, to, out_dtype);
+}
+
+// x * sigmoid(by). Beyond +-126 the sigmoid is 0 or 1 to float32 anyway.
+inline Vec times_sigmoid(Vec x, Vec by) {
+  Vec exponent = by * splat(-kLog2E);
+  exponent = exponent > splat(126.0f) ? splat(126.0f) : exponent;
+  return x / (splat(1.0f) + exp2_of(exponent));
+}
+
+// x / 2 * erfc(-x / sqrt(2)), with a rational approximation of erfc whose relative error is below 1.2e-7 (Press et al.,
+// Numerical Recipes, 6.2).
+inline Vec gelu(Vec x) {
+  constexpr float kCoefficients[] = {0.17087277f,  -0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,
+                                     -0.18628806f, 0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
+  const Vec size = maximum(x, -x) * splat(0.70710678f), t = splat(1.0f) / (splat(1.0f) + size * splat(0.5f));
+  Vec p = splat(kCoefficients[0]);
+  for (int i = 1; i < 10; ++i) p = fma(p, t, splat(kCoefficients[i]));
+  const Vec tail = splat(0.5f) * t * exp2_of((p - size * size) * splat(kLog2E));
+  return x * (x < Vec{} ? tail : splat(1.0f) - tail);
+}
+
+// x / 2 * (1 + tanh(u)) = x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline Vec gelu_tanh(Vec x) {
+  return times_sigmoid(x, x * fma(x * x, splat(1.59576912f * 0.044715f), splat(1.59576912f)));
+}
+
+// A NaN stays one.
+inline Vec relu(Vec x) { return x < Vec{} ? Vec{} : x; }
+
+// act(gate) * up or act(x) for each vector of a row.
+template <class Act>
+inline void activate_row(const void* x, int64_t row, DType dtype, bool gated, const Activations& out, int width,
+                         Act act) {
+  const int64_t from = row * width * (gated ? 2 : 1);
   for (int i = 0; i < width; i += kLanes) {
-    Vec v = load_as_float(x, from + i, dtype, nullptr) * factor;
-    store_from_float(out, to + i, out_dtype, v * load(weight + i));
+    Vec v = act(load_as_float(x, from + i, dtype, nullptr));
+    if (gated) v *= load_as_float(x, from + width + i, dtype, nullptr);
+    store_from_float((void*)out.x, row * width + i, out.dtype, v);
   }
+}
+
+inline void clamped_row(const void* x, int64_t row, DType dtype, float limit, const Activations& out, int width) {
+  const Vec most = splat(limit), least = splat(-limit);
+  for (int i = 0; i < width; i += kLanes) {
+    Vec gate = load_as_float(x, 2 * row * width + i, dtype, nullptr);
+    Vec up = load_as_float(x, (2 * row + 1) * width + i, dtype, nullptr);
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up < least ? least : up;
+    store_from_float((void*)out.x, row * width + i, out.dtype,
+                     times_sigmoid(gate, gate * splat(1.702f)) * (up + splat(1.0f)));
+  }
+}
+
+inline Vec splat_element(const void* data, int64_t i, DType dtype) {
+  float lanes[kLanes] = {};
+  std::memcpy(lanes, (const char*)data + i * bytes_of(dtype), bytes_of(dtype));
+  return splat(load_as_float(lanes, 0, dtype, nullptr)[0]);
+}
+
+// Rotates the first `dims` elements; those that share a vector with the last of them are multiplied by 1.
+inline void rotate_head(void* qkv, int64_t from, DType dtype, const float* by, int dims) {
+  auto apply = [&](int d, Vec rotation) {
+    store_from_float(qkv, from + d, dtype, rotate(load_as_float(qkv, from + d, dtype, nullptr), rotation));
+  };
+  int d = 0;
+  for (; d + kLanes <= dims; d += kLanes) apply(d, load(by + d));
+  if (d == dims) return;
+  float rest[kLanes];
+  for (int i = 0; i < kLanes; ++i) rest[i] = d + i < dims ? by[d + i] : float(i % 2 == 0);
+  apply(d, load(rest));
 }
 
 }  // namespace
 
-void add_rms_norm_in_team(Team& team, float* hidden, const void* delta, const float* weight,
-                          const Activations& normed, int64_t rows, int width, float eps, bool quantize,
-                          const int64_t* from) {
+void add_norm_in_team(Team& team, float* hidden, const void* delta, float scale, const TandemNorm& norm,
+                      const Activations& normed, int64_t rows, int width, bool quantize, const int64_t* from) {
   team.share(rows, [&](int64_t r) {
     const int64_t begin = (from ? from[r] : r) * width;
     if (delta)
       for (int64_t i = begin; i < begin + width; i += kLanes)
-        store(hidden + i, load(hidden + i) + load_as_float(delta, i, normed.dtype, nullptr));
-    normalize(hidden, begin, width, DType::kFloat32, weight, eps, (void*)normed.x, r * width, normed.dtype);
+        store(hidden + i, fma(load_as_float(delta, i, normed.dtype, nullptr), splat(scale), load(hidden + i)));
+    normalize(hidden, begin, width, DType::kFloat32, norm, (void*)normed.x, r * width, normed.dtype);
     if (quantize) quantize_row(normed, r, width);
   });
   team.wait();
 }
 
-void silu_mul_in_team(Team& team, const void* gate_up, const Activations& out, int64_t rows, int width,
-                      bool quantize) {
+void norm_rows_in_team(Team& team, const void* x, DType dtype, const TandemNorm& norm, const Activations& out,
+                       int64_t rows, int width, bool quantize) {
   team.share(rows, [&](int64_t r) {
-    for (int i = 0; i < width; i += kLanes) {
-      Vec gate = load_as_float(gate_up, 2 * r * width + i, out.dtype, nullptr);
-      Vec up = load_as_float(gate_up, (2 * r + 1) * width + i, out.dtype, nullptr);
-      // Beyond +-126 the sigmoid is 0 or 1 to float32 anyway.
-      Vec exponent = gate * splat(-kLog2E);
-      exponent = exponent > splat(126.0f) ? splat(126.0f) : exponent;
-      store_from_float((void*)out.x, r * width + i, out.dtype, gate / (splat(1.0f) + exp2_of(exponent)) * up);
-    }
+    normalize(x, r * width, width, dtype, norm, (void*)out.x, r * width, out.dtype);
     if (quantize) quantize_row(out, r, width);
   });
   team.wait();
 }
 
-int64_t RopeStore::first_wrong() const {
+void activate_in_team(Team& team, const void* x, DType dtype, const TandemActivation& by, const Activations& out,
+                      int64_t rows, int width, bool quantize) {
+  const bool gated = by.gated != 0;
+  team.share(rows, [&](int64_t r) {
+    auto apply = [&](auto act) { activate_row(x, r, dtype, gated, out, width, act); };
+    if (by.limit != 0) clamped_row(x, r, dtype, by.limit, out, width);
+    else
+      switch ((Activation)by.act) {
+        case Activation::kSilu: apply([](Vec v) { return times_sigmoid(v, v); }); break;
+        case Activation::kGelu: apply(gelu); break;
+        case Activation::kGeluTanh: apply(gelu_tanh); break;
+        case Activation::kRelu: apply(relu); break;
+        case Activation::kRelu2: apply([](Vec v) { return relu(v) * relu(v); }); break;
+      }
+    if (quantize) quantize_row(out, r, width);
+  });
+  team.wait();
+}
+
+void sigmoid_gate_in_team(Team& team, const Activations& x, const void* gate, bool per_head, int64_t rows, int heads,
+                          int size, bool quantize) {
+  team.share(rows, [&](int64_t r) {
+    for (int64_t h = r * heads; h < (r + 1) * heads; ++h)
+      for (int64_t i = h * size; i < (h + 1) * size; i += kLanes) {
+        const Vec by = per_head ? splat_element(gate, h, x.dtype) : load_as_float(gate, i, x.dtype, nullptr);
+        store_from_float((void*)x.x, i, x.dtype, times_sigmoid(load_as_float(x.x, i, x.dtype, nullptr), by));
+      }
+    if (quantize) quantize_row(x, r, heads * size);
+  });
+  team.wait();
+}
+
+int64_t RopeStore::first_wrong(int64_t num_positions) const {
   for (int64_t t = 0; t < tokens; ++t)
     if (positions[t] < 0 || positions[t] >= num_positions || slots[t] < 0 || slots[t] >= num_slots) return t;
   return -1;
 }
 
-void rope_store_in_team(Team& team, const RopeStore& c, const float* q_norm, const float* k_norm, void* cache) {
-  const int D = c.head_size, heads = c.num_heads + 2 * c.num_kv_heads;
-  const HeadShape shape = {c.block_size, D, c.dtype, c.interleaved};
+void rope_store_in_team(Team& team, const RopeStore& c, const TandemHeads& heads, void* cache) {
+  const CachePieces pieces = {heads.num_kv_heads, c.block_size, heads.k_dim, heads.v_dim, c.dtype, c.interleaved};
+  auto norm_heads = [&](int64_t from, int count, int size, const TandemNorm& norm, bool whole) {
+    if (norm.kind == int(NormKind::kNone)) return;
+    if (whole) return normalize(c.qkv, from, count * size, c.dtype, norm, c.qkv, from, c.dtype);
+    for (int64_t at = from; at < from + int64_t(count) * size; at += size)
+      normalize(c.qkv, at, size, c.dtype, norm, c.qkv, at, c.dtype);
+  };
   team.share(c.tokens, [&](int64_t t) {
-    const float* by = c.rotations + c.positions[t] * D;
+    auto finish = [&](int64_t from, int count, const TandemNorm& norm) {
+      if (!heads.norm_after_rope) norm_heads(from, count, heads.k_dim, norm, heads.norm_whole);
+      if (heads.rotations)
+        for (int h = 0; h < count; ++h)
+          rotate_head(c.qkv, from + int64_t(h) * heads.k_dim, c.dtype,
+                      heads.rotations + c.positions[t] * heads.rope_dims, heads.rope_dims);
+      if (heads.norm_after_rope) norm_heads(from, count, heads.k_dim, norm, heads.norm_whole);
+    };
+    const int64_t queries = t * heads.row(), keys = queries + int64_t(heads.num_heads) * heads.k_dim,
+                  values = keys + int64_t(heads.num_kv_heads) * heads.k_dim, block = c.slots[t] / c.block_size;
     const int offset = int(c.slots[t] % c.block_size);
-    for (int h = 0; h < heads; ++h) {
-      const int64_t from = (t * heads + h) * D;
-      const bool is_query = h < c.num_heads, is_value = h >= c.num_heads + c.num_kv_heads;
-      const int kv_head = is_query ? 0 : (h - c.num_heads) % c.num_kv_heads;
-      char* piece =
-          (char*)cache + ((c.slots[t] / c.block_size * 2 + is_value) * c.num_kv_heads + kv_head) * shape.bytes();
-      const char* row = (const char*)c.qkv + from * bytes_of(c.dtype);
-      if (is_value) {
-        shape.put_value(piece, offset, row);
-        continue;
-      }
-      const float* norm = is_query ? q_norm : k_norm;
-      if (norm) normalize(c.qkv, from, D, c.dtype, norm, c.eps, c.qkv, from, c.dtype);
-      for (int d = 0; d < D; d += kLanes)
-        store_from_float(c.qkv, from + d, c.dtype,
-                         rotate(load_as_float(c.qkv, from + d, c.dtype, nullptr), load(by + d)));
-      if (!is_query) shape.put_key(piece, offset, row);
+    finish(queries, heads.num_heads, heads.q_norm);
+    finish(keys, heads.num_kv_heads, heads.k_norm);
+    norm_heads(values, heads.num_kv_heads, heads.v_dim, heads.v_norm, false);
+    auto row = [&](int64_t at) { return (const char*)c.qkv + at * bytes_of(c.dtype); };
+    for (int h = 0; h < heads.num_kv_heads; ++h) {
+      pieces.keys().put_key(pieces.keys(cache, block, h), offset, row(keys + int64_t(h) * heads.k_dim));
+      pieces.values().put_value(pieces.values(cache, block, h), offset, row(values + int64_t(h) * heads.v_dim));
     }
   });
   team.wait();
@@ -94,34 +215,49 @@ void rope_store_in_team(Team& team, const RopeStore& c, const float* q_norm, con
 
 extern "C" {
 
-// See add_rms_norm_in_team; out is of the given dtype.
-void tandem_add_rms_norm(float* hidden, const void* delta, const float* weight, void* out, int64_t rows, int32_t width,
-                         int32_t dtype, float eps, int32_t num_threads) {
+// See add_norm_in_team; out is of the given dtype.
+void tandem_add_norm(float* hidden, const void* delta, const TandemNorm* norm, void* out, int64_t rows, int32_t width,
+                     int32_t dtype, float scale, int32_t num_threads) {
   const Activations normed = {out, (DType)dtype, rows, nullptr};
   with_team(threads_for(rows * width, num_threads), [&](Team& team) {
-    add_rms_norm_in_team(team, hidden, delta, weight, normed, rows, width, eps, false);
+    add_norm_in_team(team, hidden, delta, scale, *norm, normed, rows, width, false);
   });
 }
 
-// See silu_mul_in_team.
-void tandem_silu_mul(const void* gate_up, void* out, int64_t rows, int32_t width, int32_t dtype, int32_t num_threads) {
-  const Activations product = {out, (DType)dtype, rows, nullptr};
+// See norm_rows_in_team.
+void tandem_norm_rows(const void* x, const TandemNorm* norm, void* out, int64_t rows, int32_t width, int32_t dtype,
+                      int32_t out_dtype, int32_t num_threads) {
+  const Activations to = {out, (DType)out_dtype, rows, nullptr};
   with_team(threads_for(rows * width, num_threads),
-            [&](Team& team) { silu_mul_in_team(team, gate_up, product, rows, width, false); });
+            [&](Team& team) { norm_rows_in_team(team, x, (DType)dtype, *norm, to, rows, width, false); });
+}
+
+// See activate_in_team.
+void tandem_activate(const void* x, const TandemActivation* by, void* out, int64_t rows, int32_t width, int32_t dtype,
+                     int32_t out_dtype, int32_t num_threads) {
+  const Activations to = {out, (DType)out_dtype, rows, nullptr};
+  with_team(threads_for(rows * width, num_threads),
+            [&](Team& team) { activate_in_team(team, x, (DType)dtype, *by, to, rows, width, false); });
+}
+
+// See sigmoid_gate_in_team.
+void tandem_sigmoid_gate(void* x, const void* gate, int32_t per_head, int64_t rows, int32_t heads, int32_t size,
+                         int32_t dtype, int32_t num_threads) {
+  const Activations activations = {x, (DType)dtype, rows, nullptr};
+  with_team(threads_for(rows * heads * size, num_threads), [&](Team& team) {
+    sigmoid_gate_in_team(team, activations, gate, per_head != 0, rows, heads, size, false);
+  });
 }
 
 // See RopeStore. Returns the first token whose position or slot lies outside, having changed nothing, or -1.
-int64_t tandem_rope_store(void* qkv, const int64_t* positions, const int64_t* slots, const float* rotations,
-                          const float* q_norm, const float* k_norm, void* cache, int64_t tokens, int64_t num_positions,
-                          int64_t num_slots, int32_t num_heads, int32_t num_kv_heads, int32_t head_size,
-                          int32_t block_size, int32_t dtype, float eps, int32_t num_threads) {
-  const RopeStore call = {qkv,       positions, slots,        rotations, tokens,     num_positions, num_slots,
-                          num_heads, num_kv_heads, head_size, block_size, (DType)dtype, eps, false};
-  const int64_t wrong = call.first_wrong();
+int64_t tandem_rope_store(const TandemHeads* heads, void* qkv, const int64_t* positions, const int64_t* slots,
+                          void* cache, int64_t tokens, int64_t num_slots, int32_t block_size, int32_t dtype,
+                          int32_t num_threads) {
+  const RopeStore call = {qkv, positions, slots, tokens, num_slots, block_size, (DType)dtype, false};
+  const int64_t wrong = call.first_wrong(heads->num_positions);
   if (wrong >= 0) return wrong;
-  const int64_t elements = tokens * (num_heads + 2 * num_kv_heads) * head_size;
-  with_team(threads_for(elements, num_threads),
-            [&](Team& team) { rope_store_in_team(team, call, q_norm, k_norm, cache); });
+  with_team(threads_for(tokens * heads->row(), num_threads),
+            [&](Team& team) { rope_store_in_team(team, call, *heads, cache); });
   return -1;
 }
 }

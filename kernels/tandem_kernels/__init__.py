@@ -8,19 +8,21 @@ On the paged KV cache:
     move_slots        accepted draft nodes -> consecutive slots                         (after verification)
 
 The cache is one tensor per layer, [num_blocks, 2, Hkv, block_size, D] with K at index 0 and V at index 1 of
-the second dimension; slot = block_id * block_size + offset within the block. On a CPU it is contiguous. int8
-and float8 caches: quantize.
+the second dimension, or K and V as two views of one (split_cache), where their heads differ in size;
+slot = block_id * block_size + offset within the block. On a CPU it is contiguous. int8 and float8 caches:
+quantize.
 DecoderLayers and move_slots_in_layers also take it interleaved (interleaved_cache.py), the others do not.
 
 gated_delta keeps a state of fixed size per sequence instead of keys and values.
 
-packed_linear is a layer's matrix product on a CPU, also with quantized weights; add_rms_norm and silu_mul run
-between the products. draw_tokens samples all rows of logits at once, draw_token one on the host.
+packed_linear is a matrix product on a CPU, also with quantized weights; add_norm, norm_rows, activate and
+sigmoid_gate run between products. draw_tokens samples all rows of logits at once, draw_token one on the host.
 
 GPU kernels are written in Triton (`gpu`, `turbo_attention`). CPU kernels are compiled (`native`) where
 possible, else torch; with packed weights one call runs all layers (DecoderLayers).
 """
 
+from tandem_kernels.checks import KVCache, split_cache
 from tandem_kernels.decoder_layers import (
     DecoderEnds,
     DecoderLayers,
@@ -29,7 +31,7 @@ from tandem_kernels.decoder_layers import (
     StepInputs,
 )
 from tandem_kernels.draw_tokens import draw_token, draw_tokens
-from tandem_kernels.elementwise import add_rms_norm, silu_mul
+from tandem_kernels.elementwise import NormWeights, activate, add_norm, norm_rows, sigmoid_gate
 from tandem_kernels.gated_delta import GatedDeltaWeights, StateMetadata, gated_delta
 from tandem_kernels.interleaved_cache import deinterleave, interleave, runs_interleaved
 from tandem_kernels.move_slots import move_slots, move_slots_in_layers
@@ -73,14 +75,17 @@ __all__ = [
     "DecoderEnds",
     "DecoderLayers",
     "GatedDeltaWeights",
+    "KVCache",
     "LayerWeights",
+    "NormWeights",
     "PackedProjection",
     "PackedWeight",
     "Packing",
     "QuantizedWeight",
     "StateMetadata",
     "StepInputs",
-    "add_rms_norm",
+    "activate",
+    "add_norm",
     "deinterleave",
     "dequantize_packed",
     "draw_token",
@@ -91,6 +96,7 @@ __all__ = [
     "make_attention",
     "move_slots",
     "move_slots_in_layers",
+    "norm_rows",
     "pack_quantized",
     "pack_weight",
     "packed_linear",
@@ -102,7 +108,8 @@ __all__ = [
     "round_to_grid",
     "runs_interleaved",
     "runs_packed",
-    "silu_mul",
+    "sigmoid_gate",
+    "split_cache",
     "store_kv",
     "turbo_attention",
     "unpack_quantized",

@@ -26,13 +26,14 @@ def is_per_token(scale: Scale) -> TypeGuard[torch.Tensor]:
     return isinstance(scale, torch.Tensor) and scale.dim() == 3
 
 
-def check_scales(kv_cache: torch.Tensor, k_scale: Scale, v_scale: Scale) -> None:
-    """Raise ValueError unless both scales are of one kind and fit the cache."""
-    num_blocks, _, num_kv_heads, block_size, _ = kv_cache.shape
+def check_scales(keys: torch.Tensor, k_scale: Scale, v_scale: Scale) -> None:
+    """Raise ValueError unless both scales are of one kind and fit the cache, whose K is
+    [num_blocks, Hkv, block_size, D_k]."""
+    num_blocks, num_kv_heads, block_size, _ = keys.shape
     if k_scale is None and v_scale is None:
         return
-    if kv_cache.dtype not in LARGEST:
-        raise ValueError(f"kv_cache has dtype {kv_cache.dtype}, wanted int8 or float8 to go with scales")
+    if keys.dtype not in LARGEST:
+        raise ValueError(f"kv_cache has dtype {keys.dtype}, wanted int8 or float8 to go with scales")
     if is_per_token(k_scale) != is_per_token(v_scale):
         raise ValueError("k_scale and v_scale must both be per token, or neither")
     shapes = ((), (1,), (num_kv_heads,), (num_blocks, num_kv_heads, block_size))

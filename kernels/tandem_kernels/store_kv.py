@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from tandem_kernels.checks import check_indices, check_kv_cache
+from tandem_kernels.checks import KVCache, check_indices, check_kv_cache, keys_and_values
 from tandem_kernels.quantize import LARGEST, Scale, check_scales, is_per_token, quantize, token_scales
 
 
 def store_kv(
     key: torch.Tensor,
     value: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: KVCache,
     slot_mapping: torch.Tensor,
     *,
     k_scale: Scale = None,
@@ -26,8 +26,8 @@ def store_kv(
     """Store T tokens in place; a token's slot must be its own, or which one wins is undefined.
 
     Args:
-        key, value: [T, Hkv, D], the cache's dtype (or one it is cast to), any strides.
-        kv_cache: [num_blocks, 2, Hkv, block_size, D], as check_kv_cache wants it; changed.
+        key, value: [T, Hkv, D_k] and [T, Hkv, D_v], the cache's dtype (or one it is cast to), any strides.
+        kv_cache: as check_kv_cache wants it; changed.
         slot_mapping: [T] int64, slots in [0, num_blocks * block_size).
         k_scale, v_scale: for an int8 or float8 cache, a number or [Hkv] float32; or, per token,
             [num_blocks, Hkv, block_size] float32, written here. None is 1.
@@ -37,26 +37,23 @@ def store_kv(
         IndexError: a slot lies outside the cache (CPU only; on CUDA a device assertion).
     """
     check_kv_cache(kv_cache)
-    check_indices("slot_mapping", slot_mapping, kv_cache.device)
-    _, _, num_kv_heads, block_size, head_size = kv_cache.shape
-    wanted = (slot_mapping.shape[0], num_kv_heads, head_size)
-    for name, tensor in (("key", key), ("value", value)):
+    parts = keys_and_values(kv_cache)
+    check_indices("slot_mapping", slot_mapping, parts[0].device)
+    _, num_kv_heads, block_size, _ = parts[0].shape
+    for name, tensor, part in (("key", key, parts[0]), ("value", value, parts[1])):
+        wanted = (slot_mapping.shape[0], num_kv_heads, part.shape[3])
         if tensor.shape != wanted:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, wanted [T, Hkv, D] = {list(wanted)}")
-    check_scales(kv_cache, k_scale, v_scale)
+    check_scales(parts[0], k_scale, v_scale)
     block_ids = slot_mapping // block_size
     offsets = slot_mapping % block_size
-    if kv_cache.dtype in LARGEST:
-        key, value = (
-            _quantized(x, scale, kv_cache.dtype, block_ids, offsets)
-            for x, scale in ((key, k_scale), (value, v_scale))
-        )
-    tokens = torch.stack((key, value), 1).to(kv_cache.dtype)
-    # Indexed dimensions first: the result is [T, 2, Hkv, D], a token's two rows per head. As bits, since
-    # torch indexes no float8.
-    as_bits = torch.uint8 if kv_cache.element_size() == 1 else kv_cache.dtype
-    slots_first = kv_cache.view(as_bits).permute(0, 3, 1, 2, 4)
-    slots_first.index_put_((block_ids, offsets), tokens.view(as_bits))
+    for tensor, scale, part in ((key, k_scale, parts[0]), (value, v_scale, parts[1])):
+        if part.dtype in LARGEST:
+            tensor = _quantized(tensor, scale, part.dtype, block_ids, offsets)
+        # As bits, since torch indexes no float8. The indexed dimensions come first: [T, Hkv, D].
+        as_bits = torch.uint8 if part.element_size() == 1 else part.dtype
+        slots_first = part.view(as_bits).transpose(1, 2)
+        slots_first.index_put_((block_ids, offsets), tensor.to(part.dtype).view(as_bits))
 
 
 def _quantized(

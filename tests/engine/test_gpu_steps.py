@@ -118,8 +118,8 @@ def test_nothing_is_compiled_after_the_warm_up(
 
     launches = record_launches(monkeypatch)
     for name, function in (
-        ("add_rms_norm", elementwise.add_rms_norm),
-        ("silu_mul", elementwise.silu_mul),
+        ("add_norm", elementwise.add_norm),
+        ("activate", lambda x, act, gated: elementwise.activate(x, act, gated, None, x.dtype)),
         ("rope_store", rope_store.rope_store),
     ):
         monkeypatch.setattr(decoder_module, name, function)
@@ -147,7 +147,7 @@ def test_nothing_is_compiled_after_the_warm_up(
     warm_up(make_runner(1), LIMITS)
     before = set(launches)
     assert {name for name, _ in before} == {
-        "add_rms_norm_kernel", "silu_mul_kernel", "rope_store_kernel", "plan_kernel",
+        "add_norm_kernel", "activate_kernel", "rope_store_kernel", "plan_kernel",
         "turbo_attention_kernel", "draw_tokens_kernel", "move_slots_kernel",
     }  # fmt: skip
     runner = make_runner(num_blocks)
@@ -157,7 +157,7 @@ def test_nothing_is_compiled_after_the_warm_up(
     warmed_up = set(launches)
     assert Counter(name for name, _ in warmed_up) == {
         **dict.fromkeys((name for name, _ in before), 1),
-        "add_rms_norm_kernel": 2,  # the first layer has no delta
+        "add_norm_kernel": 2,  # the first layer has no delta
         "plan_kernel": 2,  # graphs have other tiles than eager steps
         "turbo_attention_kernel": 2,
     }

@@ -58,41 +58,74 @@ class QemuLibrary:
     def tandem_attention(self, call: Any) -> int:
         return self._call("tandem_attention", 0, self._put_struct(self._attention(call._obj)))
 
-    def tandem_add_rms_norm(
-        self, hidden: int, delta: int | None, weight: int, out: int, rows: int, width: int, dtype: int,
-        eps: float, num_threads: int,
+    def tandem_add_norm(
+        self, hidden: int, delta: int | None, norm: Any, out: int, rows: int, width: int, dtype: int,
+        scale: float, num_threads: int,
     ) -> None:  # fmt: skip
-        elements = rows * width
-        self._call(
-            "tandem_add_rms_norm", eps, self._put(hidden, elements * 4),
-            self._put(delta, elements * _ELEMENT_BYTES[dtype]), self._put(weight, width * 4),
-            self._put(out, elements * _ELEMENT_BYTES[dtype]), rows, width, dtype, num_threads,
-        )  # fmt: skip
-
-    def tandem_silu_mul(
-        self, gate_up: int, out: int, rows: int, width: int, dtype: int, num_threads: int
-    ) -> None:
         num_bytes = rows * width * _ELEMENT_BYTES[dtype]
         self._call(
-            "tandem_silu_mul", 0, self._put(gate_up, 2 * num_bytes), self._put(out, num_bytes), rows, width,
-            dtype, num_threads,
+            "tandem_add_norm", scale, self._put(hidden, rows * width * 4), self._put(delta, num_bytes),
+            self._put_struct(self._norm(norm._obj, width)), self._put(out, num_bytes), rows, width, dtype,
+            num_threads,
+        )  # fmt: skip
+
+    def tandem_norm_rows(
+        self, x: int, norm: Any, out: int, rows: int, width: int, dtype: int, out_dtype: int, num_threads: int
+    ) -> None:
+        elements = rows * width
+        self._call(
+            "tandem_norm_rows", 0, self._put(x, elements * _ELEMENT_BYTES[dtype]),
+            self._put_struct(self._norm(norm._obj, width)),
+            self._put(out, elements * _ELEMENT_BYTES[out_dtype]), rows, width, dtype, out_dtype, num_threads,
+        )  # fmt: skip
+
+    def tandem_activate(
+        self, x: int, by: Any, out: int, rows: int, width: int, dtype: int, out_dtype: int, num_threads: int
+    ) -> None:
+        elements = rows * width
+        self._call(
+            "tandem_activate", 0, self._put(x, (1 + by._obj.gated) * elements * _ELEMENT_BYTES[dtype]),
+            self._put_struct(by._obj), self._put(out, elements * _ELEMENT_BYTES[out_dtype]), rows, width,
+            dtype, out_dtype, num_threads,
+        )  # fmt: skip
+
+    def tandem_sigmoid_gate(
+        self, x: int, gate: int, per_head: int, rows: int, heads: int, size: int, dtype: int, num_threads: int
+    ) -> None:
+        element = _ELEMENT_BYTES[dtype]
+        self._call(
+            "tandem_sigmoid_gate", 0, self._put(x, rows * heads * size * element),
+            self._put(gate, rows * heads * (1 if per_head else size) * element), int(per_head), rows, heads,
+            size, dtype, num_threads,
         )  # fmt: skip
 
     def tandem_rope_store(
-        self, qkv: int, positions: int, slots: int, rotations: int, q_norm: int | None, k_norm: int | None,
-        cache: int, tokens: int, num_positions: int, num_slots: int, num_heads: int, num_kv_heads: int,
-        head_size: int, block_size: int, dtype: int, eps: float, num_threads: int,
+        self, heads: Any, qkv: int, positions: int, slots: int, cache: int, tokens: int, num_slots: int,
+        block_size: int, dtype: int, num_threads: int,
     ) -> int:  # fmt: skip
-        head_bytes = head_size * _ELEMENT_BYTES[dtype]
+        h, element = heads._obj, _ELEMENT_BYTES[dtype]
+        row = (h.num_heads + h.num_kv_heads) * h.k_dim + h.num_kv_heads * h.v_dim
         return self._call(
-            "tandem_rope_store", eps,
-            self._put(qkv, tokens * (num_heads + 2 * num_kv_heads) * head_bytes),
+            "tandem_rope_store", 0, self._put_struct(self._heads(h)), self._put(qkv, tokens * row * element),
             self._put(positions, tokens * 8), self._put(slots, tokens * 8),
-            self._put(rotations, num_positions * head_size * 4),
-            self._put(q_norm, head_size * 4), self._put(k_norm, head_size * 4),
-            self._put(cache, num_slots * 2 * num_kv_heads * head_bytes), tokens, num_positions, num_slots,
-            num_heads, num_kv_heads, head_size, block_size, dtype, num_threads,
+            self._put(cache, num_slots * h.num_kv_heads * (h.k_dim + h.v_dim) * element), tokens, num_slots,
+            block_size, dtype, num_threads,
         )  # fmt: skip
+
+    def _norm(self, norm: native.Norm, width: int) -> native.Norm:
+        """A copy that points into the common memory."""
+        weight, bias = (self._put(part, width * 4) for part in (norm.weight, norm.bias))
+        return native.Norm(weight, bias, norm.eps, norm.kind)
+
+    def _heads(self, heads: native.Heads) -> native.Heads:
+        """A copy that points into the common memory."""
+        h = native.Heads.from_buffer_copy(heads)
+        h.q_norm = self._norm(h.q_norm, h.k_dim * (h.num_heads if h.norm_whole else 1))
+        h.k_norm = self._norm(h.k_norm, h.k_dim * (h.num_kv_heads if h.norm_whole else 1))
+        h.v_norm = self._norm(h.v_norm, h.v_dim)
+        if h.rotations:
+            h.rotations = self._put(h.rotations, h.num_positions * h.rope_dims * 4)
+        return h
 
     def tandem_decoder_layers(self, call: Any) -> int:
         copy = native.LayersCall.from_buffer_copy(call._obj)

@@ -25,8 +25,13 @@ Configuration = tuple[str, object, dict[str, str], dict[str, object], int]
 
 def configurations() -> Iterator[Configuration]:
     """name, kernel, types of its pointers, constants, warps."""
-    pointers = {"gate_up_ptr": "bf16", "out_ptr": "bf16"}
-    yield "silu_mul", elementwise.silu_mul_kernel, pointers, {"BLOCK": elementwise.SILU_BLOCK}, 4
+    for act, gated, has_limit in ((0, True, False), (1, False, False), (2, True, False), (0, True, True)):
+        pointers = {"x_ptr": "bf16", "out_ptr": "bf16"}
+        constants = {
+            "BLOCK": elementwise.ACTIVATE_BLOCK, "ACT": act, "GATED": gated, "HAS_LIMIT": has_limit,
+        }  # fmt: skip
+        name = f"activate {act} {gated} {has_limit}"
+        yield name, elementwise.activate_kernel, pointers, constants, 4
     pointers = {
         "logits_ptr": "fp32", "scratch_ptr": "fp32", "out_ptr": "i64", "keys_ptr": "i64",
         "temperature_ptr": "fp32", "top_k_ptr": "i64", "top_p_ptr": "fp64", "log_min_p_ptr": "fp32",
@@ -35,11 +40,15 @@ def configurations() -> Iterator[Configuration]:
         "BLOCK": draw_tokens.BLOCK, "GAMMA_BITS": GAMMA, "FACTOR_1": FACTORS[0], "FACTOR_2": FACTORS[1]
     }  # fmt: skip
     yield "draw_tokens", draw_tokens.draw_tokens_kernel, pointers, constants, draw_tokens.NUM_WARPS
-    for block in (8192, 32768):
-        pointers = {"hidden_ptr": "fp32", "delta_ptr": "bf16", "weight_ptr": "bf16", "out_ptr": "bf16"}
-        constants = {"BLOCK": block, "HAS_DELTA": True}
+    for block, kind in ((8192, 1), (32768, 1), (8192, 2)):
+        pointers = {
+            "x_ptr": "fp32", "delta_ptr": "bf16", "weight_ptr": "fp32", "bias_ptr": "fp32", "out_ptr": "bf16",
+        }  # fmt: skip
+        constants = {
+            "BLOCK": block, "HAS_DELTA": True, "KIND": kind, "HAS_WEIGHT": True, "HAS_BIAS": kind == 2,
+        }  # fmt: skip
         warps = elementwise.num_warps_for(block)
-        yield f"add_rms_norm {block}", elementwise.add_rms_norm_kernel, pointers, constants, warps
+        yield f"add_norm {block} {kind}", elementwise.add_norm_kernel, pointers, constants, warps
     for bits, kv_heads, head_size in (("i16", 8, 128), ("i8", 8, 128), ("i16", 1, 256), ("i16", 3, 80)):
         pointers = {"cache_ptr": bits, "src_slots_ptr": "i64", "dst_slots_ptr": "i64"}
         constants = {
@@ -57,16 +66,21 @@ def configurations() -> Iterator[Configuration]:
         (32, 8, 80, "i8", False),
         (16, 1, 256, "i8", True),
     ):
+        parts = [f"{name}_{part}_ptr" for name in "qkv" for part in ("weight", "bias")]
         pointers = {
             "qkv_ptr": "bf16", "positions_ptr": "i64", "rotations_ptr": "fp32", "slot_mapping_ptr": "i64",
-            "cache_ptr": cache, "q_norm_ptr": "bf16", "k_norm_ptr": "bf16", "k_scale_ptr": "fp32",
-            "v_scale_ptr": "fp32",
+            "key_cache_ptr": cache, "value_cache_ptr": cache, **dict.fromkeys(parts, "fp32"),
+            "k_scale_ptr": "fp32", "v_scale_ptr": "fp32",
         }  # fmt: skip
         block_dim = triton.next_power_of_2(head_size)
         block_heads, warps = rope_store.choose_tile(heads + 2 * kv_heads, block_dim)
+        rich = head_size == 80
         constants = {
-            "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_SIZE": head_size, "BLOCK_SIZE": 64,
-            "BLOCK_HEADS": block_heads, "BLOCK_DIM": block_dim, "HAS_Q_NORM": True, "HAS_K_NORM": True,
+            "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "K_DIM": head_size, "V_DIM": head_size - 16 * rich,
+            "BLOCK_SIZE": 64, "ROPE_DIMS": head_size - 16 * rich,
+            "BLOCK_HEADS": block_heads, "BLOCK_DIM": block_dim,
+            "Q_NORM": 1 + rich, "K_NORM": 1 + rich, "V_NORM": 2 * rich, "WEIGHTS": 3 + 4 * rich,
+            "BIASES": 7 * rich, "NORM_AFTER_ROPE": rich,
             "HAS_SCALES": cache in LARGEST, "PER_TOKEN": per_token,
             "LARGEST_STORED": LARGEST.get(cache, 0.0), "MIN_SCALE": SMALLEST_SCALE,
         }  # fmt: skip
@@ -112,7 +126,8 @@ def compile_one(
 ) -> tuple[int, int | None]:
     names = kernel.arg_names
     signature = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
-    signature |= {"eps": "fp32"} if "eps" in names else {}
+    floats = ("eps", "q_eps", "k_eps", "v_eps", "scale", "limit")
+    signature |= {name: "fp32" for name in names if name in floats}
     signature |= {name: f"*{pointee}" for name, pointee in pointers.items()}
     # As a launch with aligned tensors specializes it; otherwise loads go one element at a time.
     unaligned = ("src_slots_ptr", "dst_slots_ptr")

@@ -74,10 +74,14 @@ def test_zeros_tiny_numbers_and_outliers(library: str) -> None:
 
 @pytest.mark.parametrize("dtype", test_layer_ops.DTYPES, ids=str)
 def test_layer_operators(dtype: torch.dtype, library: str) -> None:
-    test_layer_ops.test_add_rms_norm(33, 48, dtype, library)
-    test_layer_ops.test_silu_mul(70, 48, dtype, library)
-    for with_norm in (False, True):
-        test_layer_ops.test_rope_store(80, with_norm, dtype, library)
+    for kind in ("rms", "layer"):
+        test_layer_ops.test_add_norm(33, 48, kind, True, True, 0.5, dtype, library)
+        test_layer_ops.test_norm_rows(kind, dtype, library)
+    for act in ("silu", "gelu", "gelu_tanh", "relu2", "clamped"):
+        test_layer_ops.test_activate(70, 48, act != "relu2", act, dtype, library)
+    test_layer_ops.test_sigmoid_gate(True, dtype, library)
+    for case in test_layer_ops.ROPE_CASES:
+        test_layer_ops.test_rope_store(case, dtype, library)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -11,11 +11,13 @@ from tandem_kernels import (
     DecoderEnds,
     DecoderLayers,
     LayerWeights,
+    NormWeights,
     PackedProjection,
     PackedWeight,
     Packing,
     StepInputs,
-    add_rms_norm,
+    activate,
+    add_norm,
     deinterleave,
     interleave,
     native,
@@ -25,7 +27,6 @@ from tandem_kernels import (
     quantize_weight,
     rope_store,
     runs_interleaved,
-    silu_mul,
     turbo_attention,
 )
 
@@ -117,6 +118,10 @@ class Step:
         return StepInputs(*[t.tolist() for t in (*given, self.query_start_loc, self.bits)])
 
 
+def rms(weight: torch.Tensor | None) -> NormWeights | None:
+    return None if weight is None else NormWeights("rms", EPS, weight)
+
+
 def one_by_one(
     step: Step, weights: list[LayerWeights], caches: list[torch.Tensor], hidden: torch.Tensor
 ) -> torch.Tensor:
@@ -128,16 +133,16 @@ def one_by_one(
     metadata = step.metadata()
     hidden, delta = hidden.clone(), None
     for layer, cache in zip(weights, caches, strict=True):
-        normed = add_rms_norm(hidden, delta, layer.input_norm, EPS, step.dtype)
-        qkv = linear(normed, layer.qkv).view(-1, HEADS + 2 * KV_HEADS, D)
+        normed = add_norm(hidden, delta, rms(layer.input_norm), step.dtype)
+        qkv = linear(normed, layer.qkv)
         query = rope_store(
-            qkv, step.positions, step.rotations, cache, step.slots, q_norm=layer.q_norm, k_norm=layer.k_norm,
-            eps=EPS,
+            qkv, step.positions, step.rotations, cache, step.slots, q_norm=rms(layer.q_norm),
+            k_norm=rms(layer.k_norm),
         )  # fmt: skip
         attended = turbo_attention(query, cache, metadata, AttentionLayer(D**-0.5, layer.window, SOFTCAP))
         delta = linear(attended.view(-1, HEADS * D), layer.o)
-        normed = add_rms_norm(hidden, delta, layer.post_norm, EPS, step.dtype)
-        delta = linear(silu_mul(linear(normed, layer.gate_up)), layer.down)
+        normed = add_norm(hidden, delta, rms(layer.post_norm), step.dtype)
+        delta = linear(activate(linear(normed, layer.gate_up), "silu", True), layer.down)
     assert delta is not None
     return hidden + delta
 
@@ -198,7 +203,7 @@ def test_a_step_from_ids_to_logits_gives_the_bits_of_many_calls(
             expected_caches = step.caches()
             embedded = outer.embedding[inputs.token_ids].float()
             hidden = one_by_one(step, weights, expected_caches, embedded)
-            normed = add_rms_norm(hidden, None, outer.norm, EPS, dtype)
+            normed = add_norm(hidden, None, rms(outer.norm), dtype)
             expected = packed_linear(normed, outer.head.weight, out_dtype=torch.float32)
             compiled = DecoderLayers(
                 weights, dtype, head_size=D, eps=EPS, scale=D**-0.5, softcap=SOFTCAP, ends=outer

@@ -24,13 +24,14 @@ from tandem_kernels import (
     DecoderEnds,
     DecoderLayers,
     LayerWeights,
+    NormWeights,
     PackedWeight,
     StepInputs,
-    add_rms_norm,
+    activate,
+    add_norm,
     make_attention,
     rope_store,
     runs_interleaved,
-    silu_mul,
 )
 from torch import Tensor
 
@@ -179,7 +180,6 @@ class Decoder:
             attention: a backend other than the default for this dtype and device.
             interleaved: how the caches lie (`reads_interleaved`).
         """
-        eps = self.config.rms_norm_eps
         hidden = F.embedding(inputs.input_ids, self.embed_tokens).float()
         if interleaved and self._compiled is None:
             raise InvariantError("only compiled layers read an interleaved cache")
@@ -203,37 +203,38 @@ class Decoder:
                 )
                 if on_layer_done is not None:
                     on_layer_done(first)
-            return add_rms_norm(hidden, delta, self._norm, eps, self.dtype)
+            return add_norm(hidden, delta, self._rms(self._norm), self.dtype)
         attention = attention or self._attention
         attention.prepare(inputs.attention)
         # The previous layer's contribution; it joins the residual stream with the next norm.
         delta = None
         for n, layer in enumerate(self._layers):
-            normed = add_rms_norm(hidden, delta, layer.input_norm, eps, self.dtype)
+            normed = add_norm(hidden, delta, self._rms(layer.input_norm), self.dtype)
             query = self._store_kv(layer, normed, inputs, kv_caches[n])
             attended = attention.run(query, kv_caches[n], layer.attention)
             delta = layer.o_proj(attended.view(-1, self.config.q_size))
-            normed = add_rms_norm(hidden, delta, layer.post_norm, eps, self.dtype)
-            delta = layer.down_proj(silu_mul(layer.gate_up_proj(normed)))
+            normed = add_norm(hidden, delta, self._rms(layer.post_norm), self.dtype)
+            delta = layer.down_proj(activate(layer.gate_up_proj(normed), "silu", gated=True))
             if on_layer_done is not None:
                 on_layer_done(n)
-        return add_rms_norm(hidden, delta, self._norm, eps, self.dtype)
+        return add_norm(hidden, delta, self._rms(self._norm), self.dtype)
 
     def _store_kv(self, layer: DecoderLayer, normed: Tensor, inputs: ModelInputs, kv_cache: Tensor) -> Tensor:
         """normed [T, H] -> queries [T, Hq, D]; keys and values go into the cache."""
-        config = self.config
         return rope_store(
-            layer.qkv_proj(normed).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim),
+            layer.qkv_proj(normed),
             inputs.positions,
             self._rotations,
             kv_cache,
             inputs.slot_mapping,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=config.rms_norm_eps,
+            q_norm=None if layer.q_norm is None else self._rms(layer.q_norm),
+            k_norm=None if layer.k_norm is None else self._rms(layer.k_norm),
             k_scale=layer.attention.k_scale,
             v_scale=layer.attention.v_scale,
         )
+
+    def _rms(self, weight: Tensor) -> NormWeights:
+        return NormWeights("rms", self.config.rms_norm_eps, weight)
 
     def step(
         self,

@@ -78,6 +78,31 @@ class LinearWeight(ctypes.Structure):
     )
 
 
+class Norm(ctypes.Structure):
+    """TandemNorm of csrc/elementwise.h."""
+
+    _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("eps", _FLOAT), ("kind", _INT32))
+
+
+class Activation(ctypes.Structure):
+    """TandemActivation of csrc/elementwise.h."""
+
+    _fields_ = (("act", _INT32), ("gated", _INT32), ("limit", _FLOAT))
+
+
+class Heads(ctypes.Structure):
+    """TandemHeads of csrc/elementwise.h."""
+
+    _fields_ = (
+        *((name, Norm) for name in ("q_norm", "k_norm", "v_norm")),
+        ("rotations", _POINTER),
+        ("num_positions", _INT64),
+        *((name, _INT32) for name in (
+            "rope_dims", "num_heads", "num_kv_heads", "k_dim", "v_dim", "norm_whole", "norm_after_rope",
+        )),
+    )  # fmt: skip
+
+
 class Layer(ctypes.Structure):
     """TandemLayer of csrc/decoder.cpp."""
 
@@ -187,12 +212,19 @@ def load(name: str, folder: Path = _FOLDER) -> ctypes.CDLL:
 def _declare(library: ctypes.CDLL) -> None:
     """Sets the functions' types. Raises AttributeError."""
     library.tandem_attention.argtypes = [ctypes.POINTER(AttentionCall)]
-    library.tandem_add_rms_norm.argtypes = [
-        _POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT32, _INT32, _FLOAT, _INT32,
+    norm = ctypes.POINTER(Norm)
+    library.tandem_add_norm.argtypes = [
+        _POINTER, _POINTER, norm, _POINTER, _INT64, _INT32, _INT32, _FLOAT, _INT32,
     ]  # fmt: skip
-    library.tandem_add_rms_norm.restype = None
-    library.tandem_silu_mul.argtypes = [_POINTER, _POINTER, _INT64, _INT32, _INT32, _INT32]
-    library.tandem_silu_mul.restype = None
+    library.tandem_add_norm.restype = None
+    library.tandem_norm_rows.argtypes = [_POINTER, norm, _POINTER, _INT64, *[_INT32] * 4]
+    library.tandem_norm_rows.restype = None
+    library.tandem_activate.argtypes = [
+        _POINTER, ctypes.POINTER(Activation), _POINTER, _INT64, *[_INT32] * 4,
+    ]  # fmt: skip
+    library.tandem_activate.restype = None
+    library.tandem_sigmoid_gate.argtypes = [_POINTER, _POINTER, _INT32, _INT64, *[_INT32] * 4]
+    library.tandem_sigmoid_gate.restype = None
     library.tandem_packed_linear.argtypes = [
         _POINTER, ctypes.POINTER(LinearWeight), _POINTER, _INT64, *[_INT32] * 3,
     ]  # fmt: skip
@@ -206,7 +238,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.tandem_draw_tokens.argtypes = [*[_POINTER] * 7, *[_INT64] * 2, _INT32]
     library.tandem_draw_tokens.restype = None
     library.tandem_rope_store.argtypes = [
-        *[_POINTER] * 7, *[_INT64] * 3, *[_INT32] * 5, _FLOAT, _INT32,
+        ctypes.POINTER(Heads), *[_POINTER] * 4, *[_INT64] * 2, *[_INT32] * 3,
     ]  # fmt: skip
     library.tandem_rope_store.restype = _INT64
     library.tandem_gated_delta.argtypes = [
