@@ -7,7 +7,7 @@ import numpy_draw
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_libraries import COMPILED, native_library
+from native_libraries import NATIVE, native_library
 from tandem_core.errors import LogitsError
 from tandem_core.sampling import SamplingParams
 from tandem_engine.request import Request
@@ -64,7 +64,7 @@ def test_a_draw_is_numpys(size: int, params: SamplingParams) -> None:
         assert [drawn(row, params, key) for key in keys] == [numpy_draw.draw(left, key) for key in keys]
 
 
-@pytest.mark.parametrize("library", COMPILED)
+@pytest.mark.parametrize("library", NATIVE)
 def test_each_instruction_set_draws_numpys_tokens(library: str) -> None:
     with native_library(library):
         for params in PARAMS:
