@@ -102,7 +102,7 @@ def decode_batch(batch: int, num_new: int, context: int, vocab_size: int, seed: 
             draft = DraftTree(tokens[1:], tuple(random_tree(num_new)), ("output",) * (num_new - 1))
         blocks = tuple(range(b * width, b * width + -(-(start + num_new) // 64)))
         request = Request(f"r{b}", [1] * (start + 1), SamplingParams(temperature=0.0))
-        sequences.append(ScheduledSequence(request, blocks, start, tokens, draft, True))
+        sequences.append(ScheduledSequence(request, (blocks,), start, tokens, draft, True))
     return Batch(tuple(sequences))
 
 

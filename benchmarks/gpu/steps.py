@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tandem_core.sampling import SamplingParams
 from tandem_engine.batch import Batch
-from tandem_engine.block_manager import BlockManager
+from tandem_engine.block_manager import BlockGroup, BlockManager
 from tandem_engine.draft_source import Emitted
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine
@@ -112,7 +112,9 @@ class Rig:
         return self.runner.decoder.config
 
     def engine(self, drafts: BinaryTrees | None, chunk_size: int) -> Engine:
-        manager = BlockManager(self.runner.pool.num_blocks, BLOCK_SIZE, enable_prefix_caching=False)
+        manager = BlockManager(
+            [BlockGroup(self.runner.pool.num_blocks)], BLOCK_SIZE, enable_prefix_caching=False
+        )
         limits = SchedulerConfig(
             max_model_len=self.config.max_model_len,
             max_batch=self.limits.max_seqs,

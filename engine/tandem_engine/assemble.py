@@ -13,11 +13,12 @@ from tandem_core.errors import CapacityError, InvariantError, ModelLoadError
 from tandem_core.guide import Guide
 from tandem_core.model.guides import GuideCompiler
 from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.spec import CacheGroup, CacheKind, CachePart
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.usable_cpus import usable_cpus
 from tandem_kernels.turbo_attention import MAX_HEAD_SIZE
 
-from tandem_engine.block_manager import BlockManager
+from tandem_engine.block_manager import BlockGroup, BlockManager
 from tandem_engine.cuda_graphs import CudaCapture, graph_sizes
 from tandem_engine.draft_source import DraftSource
 from tandem_engine.engine import Engine
@@ -141,7 +142,9 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         num_blocks = _num_blocks(config, decoder, shape, limits, manifest, numerics)
         runner = ModelRunner(decoder, KVPool(shape, num_blocks, device), device)
     pool = runner.pool
-    manager = BlockManager(pool.num_blocks, config.block_size, enable_prefix_caching=config.prefix_cache)
+    manager = BlockManager(
+        [BlockGroup(pool.num_blocks)], config.block_size, enable_prefix_caching=config.prefix_cache
+    )
     scheduler = Scheduler(
         manager,
         SchedulerConfig(
@@ -279,13 +282,12 @@ def pick_device(name: str) -> torch.device:
 
 def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape, numerics: Numerics) -> KVLayout:
     rope = ",".join(f"{name}={value}" for name, value in asdict(decoder.config.rope).items())
+    parts = tuple(CachePart(name, (shape.num_kv_heads, shape.head_size)) for name in ("k", "v"))
     return KVLayout(
         model_revision=manifest.revision,
         dtype=str(shape.dtype).removeprefix("torch."),
         kv_quantization="none",
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
+        groups=(CacheGroup(CacheKind.FULL, tuple(range(shape.num_layers)), parts),),
         block_size=shape.block_size,
         block_layout="KV,H,interleaved" if shape.interleaved else "KV,H,T,D",
         # The order of a key's elements depends on the weight file's format. Pods with different quantization

@@ -21,8 +21,8 @@ from tandem_engine.request import Request
 @dataclass(frozen=True)
 class ScheduledSequence:
     request: Request
-    #: Physical blocks in logical order; covers start + len(token_ids) tokens.
-    block_ids: tuple[int, ...]
+    #: Of each group the physical blocks in logical order; they cover start + len(token_ids) tokens.
+    block_ids: tuple[tuple[int, ...], ...]
     #: Tokens whose KV is in the cache before this step.
     start: int
     token_ids: tuple[int, ...]

@@ -1,10 +1,11 @@
 """Assigns KV blocks to requests: block tables, the prefix cache, and blocks in KV transfers.
 
     match_prefix(r)   adopt the longest cached prefix, full blocks only
-    allocate(r, n)    extend the table so that it covers n tokens; None when the pool is short
+    allocate(r, n)    extend the table so that it covers n tokens; False when a pool is short
     (the step runs: KV is written, drafts are verified)
     trim(r, n)        free the blocks that only rejected drafts needed
     commit(r)         make full blocks of verified tokens findable
+    slide(r)          free the blocks that no window reaches any more
     free(r)           free all blocks; findable blocks stay findable until they are reused
 
 Layout of one request's table (block_size 4, num_computed_tokens 14, a draft of 3 nodes):
@@ -17,6 +18,18 @@ Layout of one request's table (block_size 4, num_computed_tokens 14, a draft of 
               |<----- num_computed ------>|               KV is valid
               |<-- num_tokens --------------->|           one token is being decoded: the draft's root
               |<-- allocate(r, num_computed + 1 + 3) -->| root and nodes; nodes are never committed
+
+Layers whose caches have one shape and one lifetime are a group, with a pool and a table per request of its
+own. Logical blocks have the same tokens in all groups. In a group with a window, a table has only the blocks
+that the next step reads or writes. In place of the others stands the pool's scratch block, `num_blocks`,
+whose KV is never used (x). With a window of 5 in the picture above:
+
+    full      b0      b1      b2      b3      b4
+    window    x       x       w2      w3      w4          the next query, at 14, sees positions 10 to 14
+
+Thus a sequence holds at most ceil((window + tokens of a step) / block_size) + 1 blocks of such a group,
+however long it is. A prefix is cached if full groups have all its blocks, and windows the last ones.
+Groups that keep a fixed size per sequence (state) are none of these: they have no blocks.
 
 During a KV transfer a block has two owners: its request, and the transfer's writer or reader through a
 BlockHold. A block is free when both have released it.
@@ -34,22 +47,36 @@ The beams of a beam search are one request with a table for each beam (block_siz
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tandem_core.errors import InvariantError
-from tandem_core.prefix_hash import BlockHasher, ChainHash, hash_block, hash_salt
+from tandem_core.prefix_hash import BlockHasher, hash_block, hash_salt
 
 from tandem_engine.block_pool import BlockContent, BlockPool
 from tandem_engine.request import Request
 
-__all__ = ["BlockCopy", "BlockHold", "BlockManager", "BlockUsage"]
+__all__ = ["BlockCopy", "BlockGroup", "BlockHold", "BlockManager", "BlockUsage"]
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """The blocks of the layers that share a block table."""
+
+    num_blocks: int
+    #: Keys that a query sees, its own included; None: all.
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1 or (self.window is not None and self.window < 1):
+            raise ValueError(f"a group needs at least one block and a window of one token, not {self}")
 
 
 @dataclass(frozen=True)
 class BlockUsage:
-    """How the pool's blocks are used; `total == free + used`."""
+    """How a pool's blocks are used; `total == free + used`."""
 
     total: int
     #: Can be allocated now.
@@ -62,72 +89,159 @@ class BlockUsage:
 
 @dataclass(frozen=True, eq=False)
 class BlockHold:
-    """A transfer's ownership of blocks, from `hold` to `release`; compared by identity."""
+    """A transfer's ownership of blocks of a group, from `hold` to `release`; compared by identity."""
 
     block_ids: tuple[int, ...]
+    group: int
 
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """KV to be copied before the next step: the first num_slots slots of a block."""
+    """KV to be copied before the next step: the first num_slots slots of a block of a group."""
 
     source: int
     destination: int
     num_slots: int
+    group: int = 0
+
+
+@dataclass
+class _GroupTable:
+    """One request's blocks of a group in logical order.
+
+    The table of each beam: at least one, all of one length.
+    """
+
+    beams: list[list[int]] = field(default_factory=lambda: [[]])
+    #: Leading entries that a window has left.
+    num_left: int = 0
+
+    def __len__(self) -> int:
+        return len(self.beams[0])
 
 
 @dataclass
 class _BlockTable:
-    """One request's blocks in logical order, and the hashes of its leading full blocks.
+    """One request's blocks in all groups, and the hashes of its leading full blocks.
 
-    0 <= num_committed <= len(block_ids) and num_committed <= len(contents)
+    0 <= num_committed <= blocks of each group and num_committed <= len(contents)
     """
 
-    block_ids: list[int] = field(default_factory=list)
+    groups: list[_GroupTable]
     #: Kept from the prefix lookup for `commit`, so that a block is hashed once.
     contents: list[BlockContent] = field(default_factory=list)
     num_committed: int = 0
-    #: The blocks of the beams after the first, as many as it has.
-    more_beams: list[list[int]] = field(default_factory=list)
     #: Copies of the last fork, until they are taken.
     copies: list[BlockCopy] = field(default_factory=list)
 
-    @property
-    def beams(self) -> list[list[int]]:
-        return [self.block_ids, *self.more_beams]
+
+class _Group:
+    """A group's pool; `scratch` stands in tables for no block."""
+
+    def __init__(self, group: BlockGroup, block_size: int, max_step_tokens: int) -> None:
+        self.num_blocks = self.scratch = group.num_blocks
+        self.window = group.window
+        self.pool = BlockPool(group.num_blocks)
+        self._block_size = block_size
+        #: Most blocks that a sequence holds.
+        self.bound: int | None = None
+        if group.window is not None:
+            self.bound = -(-(group.window + max_step_tokens) // block_size) + 1
+
+    def first_block(self, num_computed_tokens: int) -> int:
+        """The first block that the token behind these sees."""
+        if self.window is None:
+            return 0
+        return max(num_computed_tokens - self.window + 1, 0) // self._block_size
+
+    def at_most(self, num_blocks: int) -> int:
+        """Blocks that a text of `num_blocks` blocks holds."""
+        return num_blocks if self.bound is None else min(num_blocks, self.bound)
+
+    def take(self, count: int) -> list[int]:
+        taken = self.pool.take(count)
+        if taken is None:
+            raise InvariantError("blocks counted as free could not be allocated")
+        return taken
+
+    def drop(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            if block_id != self.scratch:
+                self.pool.drop(block_id)
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            if block_id != self.scratch:
+                self.pool.share(block_id)
 
 
 class BlockManager:
-    """Tracks every block of the pool. A shortage of blocks returns None or False; a broken invariant raises.
+    """Tracks every block of the pools. A shortage of blocks returns False; a broken invariant raises.
 
-    Tests pass a `hasher` that collides.
+    Args:
+        groups: a pool for each.
+        block_size: tokens of a block, in all groups.
+        max_step_tokens: most tokens of one sequence in a step, drafts included; bounds what windows hold.
+        hasher: tests pass one that collides.
     """
 
     def __init__(
         self,
-        num_blocks: int,
+        groups: Sequence[BlockGroup],
         block_size: int = 64,
         *,
+        max_step_tokens: int = 512,
         enable_prefix_caching: bool = True,
         hasher: BlockHasher = hash_block,
     ) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"need at least one block of one token, not {num_blocks} of {block_size}")
-        self.num_blocks = num_blocks
+        if not groups or block_size < 1 or max_step_tokens < 1:
+            raise ValueError(
+                f"need a group, blocks and steps of at least a token, not {groups}, {block_size} and "
+                f"{max_step_tokens}"
+            )
         self.block_size = block_size
+        self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self._hasher = hasher
-        self._pool = BlockPool(num_blocks)
+        self._groups = [_Group(group, block_size, max_step_tokens) for group in groups]
+        self._windows = [(g, group) for g, group in enumerate(self._groups) if group.window is not None]
+        #: The group that counts stand for: one whose blocks hold whole texts, if there is one.
+        self._main = next((group for group in self._groups if group.window is None), self._groups[0])
+        self._no_blocks = [0] * len(self._groups)
         self._tables: dict[str, _BlockTable] = {}
         self._holds: set[BlockHold] = set()
 
     @property
+    def has_windows(self) -> bool:
+        return bool(self._windows)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the group that holds whole texts, as all counts here that name no group."""
+        return self._main.num_blocks
+
+    @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free
+        return self._main.pool.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that num_tokens tokens occupy."""
         return -(-num_tokens // self.block_size)
+
+    def max_tokens(self, num_beams: int = 1, num_shared: int = 0) -> int:
+        """Longest text that the pools hold for each of `num_beams`, which share num_shared blocks."""
+        return min(
+            (
+                (group.num_blocks + num_shared) // num_beams * self.block_size
+                for group in self._groups
+                if group.bound is None or group.bound * num_beams > group.num_blocks
+            ),
+            default=sys.maxsize,
+        )
 
     def has_table(self, request_id: str) -> bool:
         return request_id in self._tables
@@ -136,27 +250,29 @@ class BlockManager:
         """Ids of the requests that own a block table."""
         return frozenset(self._tables)
 
-    def block_ids(self, request_id: str, beam: int = 0) -> tuple[int, ...]:
-        """Physical blocks in logical order."""
-        return tuple(self._table(request_id).beams[beam])
+    def block_ids(self, request_id: str, beam: int = 0) -> tuple[tuple[int, ...], ...]:
+        """Of each group the physical blocks in logical order, or the scratch block where there is none."""
+        return tuple([tuple(group.beams[beam]) for group in self._table(request_id).groups])
 
-    def num_held(self, request_id: str) -> int:
-        """Blocks that the request holds, shared ones included."""
-        return len(set().union(*self._table(request_id).beams))
+    def is_block(self, group: int, block_id: int) -> bool:
+        """Whether an entry of `block_ids` is a block of the request's."""
+        return block_id != self._groups[group].scratch
 
     # -- prefix cache ---------------------------------------------------------------------------------
 
     def count_cached(self, token_ids: Sequence[int], cache_salt: bytes) -> int:
         """Number of leading tokens of this prompt that are in the cache now; changes nothing."""
-        hits = 0
-        parent = hash_salt(cache_salt)
-        for start in range(0, self._num_matchable(len(token_ids) - 1), self.block_size):
-            content = self._content(parent, token_ids[start : start + self.block_size])
-            if self._pool.find(content) is None:
-                break
-            parent = content.chain_hash
-            hits += 1
-        return hits * self.block_size
+
+        def contents() -> Iterator[BlockContent]:
+            parent = hash_salt(cache_salt)
+            for start in range(0, self._num_matchable(len(token_ids) - 1), self.block_size):
+                part = tuple(token_ids[start : start + self.block_size])
+                content = BlockContent(self._hasher(parent, part), part)
+                yield content
+                parent = content.chain_hash
+
+        num_blocks, _ = self._find(contents())
+        return num_blocks * self.block_size
 
     def match_prefix(self, request: Request) -> int:
         """Start the request's table with the blocks that hold its longest cached prefix.
@@ -166,15 +282,51 @@ class BlockManager:
         """
         if request.request_id in self._tables:
             raise InvariantError(f"request {request.request_id} already owns a block table")
-        table = self._tables[request.request_id] = _BlockTable()
-        for i in range(self._num_matchable(request.num_matchable_tokens) // self.block_size):
-            block_id = self._pool.find(self._chain(request, table, i))
-            if block_id is None:
-                break
-            self._pool.share(block_id)
-            table.block_ids.append(block_id)
-        table.num_committed = len(table.block_ids)
-        return table.num_committed * self.block_size
+        table = self._tables[request.request_id] = self._new_table()
+        most = self._num_matchable(request.num_matchable_tokens) // self.block_size
+        num_blocks, found = self._find(self._chain(request, table, i) for i in range(most))
+        for group, own, block_ids in zip(self._groups, table.groups, found, strict=True):
+            own.num_left = group.first_block(num_blocks * self.block_size)
+            kept = block_ids[own.num_left : num_blocks]
+            group.share(kept)
+            own.beams[0] += [group.scratch] * own.num_left + kept
+        table.num_committed = num_blocks
+        return num_blocks * self.block_size
+
+    def _find(self, contents: Iterable[BlockContent]) -> tuple[int, list[list[int]]]:
+        """Number of leading blocks on which all groups agree, and of each group those that it has."""
+        found: list[list[int]] = [[] for _ in self._groups]
+
+        def blocks() -> Iterator[list[bool]]:
+            for content in contents:
+                ids = [group.pool.find(content) for group in self._groups]
+                for group, own, block_id in zip(self._groups, found, ids, strict=True):
+                    own.append(group.scratch if block_id is None else block_id)
+                yield [block_id is not None for block_id in ids]
+
+        return self._agreed(blocks()), found
+
+    def _agreed(self, blocks: Iterable[Sequence[bool]], most_tokens: int = sys.maxsize) -> int:
+        """The longest prefix, in blocks, behind which a step can compute: full groups have all blocks of it,
+        windows those that the next token sees.
+
+        blocks: for each logical block, whether each group has it.
+        most_tokens: computed tokens, at most.
+        """
+        runs = [0] * len(self._groups)
+        agreed = 0
+        for num_blocks, there in enumerate(blocks, start=1):
+            end = min(num_blocks * self.block_size, most_tokens)
+            fits = True
+            for g, group in enumerate(self._groups):
+                runs[g] = runs[g] + 1 if there[g] else 0
+                if runs[g] < num_blocks - group.first_block(end):
+                    if group.window is None:
+                        return agreed
+                    fits = False
+            if fits:
+                agreed = num_blocks
+        return agreed
 
     def commit(self, request: Request) -> None:
         """Make every full block of [0, num_computed_tokens) findable.
@@ -183,33 +335,125 @@ class BlockManager:
         """
         table = self._table(request.request_id)
         num_full = request.num_computed_tokens // self.block_size
-        if request.num_computed_tokens > request.num_tokens or num_full > len(table.block_ids):
+        least = min([len(own) for own in table.groups])
+        if request.num_computed_tokens > request.num_tokens or num_full > least:
             raise InvariantError(
                 f"request {request.request_id}: {request.num_computed_tokens} tokens computed, but it has "
-                f"{request.num_tokens} tokens and {len(table.block_ids)} blocks"
+                f"{request.num_tokens} tokens and {least} blocks"
             )
         if not self.enable_prefix_caching:
             return
         for i in range(table.num_committed, num_full):
-            self._pool.register(table.block_ids[i], self._chain(request, table, i))
+            content = self._chain(request, table, i)
+            for group, own in zip(self._groups, table.groups, strict=True):
+                if own.beams[0][i] != group.scratch:
+                    group.pool.register(own.beams[0][i], content)
         table.num_committed = max(table.num_committed, num_full)
 
     # -- a request's table ----------------------------------------------------------------------------
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
-        """Extend the table of each beam to cover num_tokens; False, and nothing changed, when blocks are
-        short."""
+        """Extend the table of each beam to cover num_tokens, in groups with a window only those of the next
+        step; False, and nothing changed, when blocks are short."""
+        num_blocks = self.blocks_for(num_tokens)
         table = self._tables.get(request.request_id)
-        missing = self.blocks_for(num_tokens) - (len(table.block_ids) if table else 0)
-        if missing > 0:
-            taken = self._pool.take(missing * (len(table.beams) if table else 1))
-            if taken is None:
+        if not self._windows and table is not None and len(table.groups[0]) >= num_blocks:
+            return True  # most decoding steps
+        return self._extend(request, self._next_step(request, num_tokens), self._no_blocks)
+
+    def allocate_known(self, request: Request, keep_free: Sequence[int]) -> bool:
+        """`allocate` all known tokens, while `keep_free` blocks of each group stay free."""
+        return self._extend(request, self._next_step(request, request.num_tokens), keep_free)
+
+    def allocate_transfer(self, request: Request, keep_free: Sequence[int]) -> bool:
+        """`allocate_known` for a request whose KV will come from a transfer: groups with a window get blocks
+        for what the last token sees, so that it can be computed here, too."""
+        end = self.blocks_for(request.num_tokens)
+        parts = [(group.first_block(request.num_tokens - 1), end) for group in self._groups]
+        return self._extend(request, parts, keep_free)
+
+    def _next_step(self, request: Request, num_tokens: int) -> list[tuple[int, int]]:
+        num_blocks = self.blocks_for(num_tokens)
+        next_step = self.blocks_for(min(num_tokens, request.num_computed_tokens + self.max_step_tokens))
+        return [(0, num_blocks if group.window is None else next_step) for group in self._groups]
+
+    def _extend(self, request: Request, parts: Sequence[tuple[int, int]], keep_free: Sequence[int]) -> bool:
+        """Extends each group's table to the second block of its part, with blocks from the first one on."""
+        table = self._tables.get(request.request_id) or self._new_table()
+        for group, own, (begin, end), keep in zip(self._groups, table.groups, parts, keep_free, strict=True):
+            if max(end - max(begin, len(own)), 0) * len(own.beams) > group.pool.num_free - keep:
                 return False
-            if table is None:
-                table = self._tables[request.request_id] = _BlockTable()
-            for i, block_ids in enumerate(table.beams):
-                block_ids += taken[i * missing : (i + 1) * missing]
+        self._tables[request.request_id] = table
+        for group, own, (begin, end) in zip(self._groups, table.groups, parts, strict=True):
+            gap, count = max(begin - len(own), 0), max(end - max(begin, len(own)), 0)
+            for block_ids in own.beams:
+                block_ids += [group.scratch] * gap + group.take(count)
         return True
+
+    def end_transfer(self, request: Request) -> None:
+        """The request computes on behind its num_computed_tokens: a group with a window gives back the blocks
+        that would be behind a gap."""
+        for g, group in self._windows:
+            block_ids = self._table(request.request_id).groups[g].beams[0]
+            first = request.num_computed_tokens // self.block_size
+            if group.scratch in block_ids[first:]:
+                group.drop(reversed(block_ids[(end := block_ids.index(group.scratch, first)) :]))
+                del block_ids[end:]
+
+    def num_received(self, request: Request, missing: Sequence[Sequence[int]]) -> int:
+        """Leading tokens behind which the request can compute, when of its blocks in each group the logical
+        ones of `missing` were not received; at most all but the last token."""
+        tables = [own.beams[0] for own in self._table(request.request_id).groups]
+        most = request.num_tokens - 1
+        lost_blocks = [frozenset(own) for own in missing]
+        blocks = (
+            [
+                i < len(ids) and ids[i] != group.scratch and i not in lost
+                for group, ids, lost in zip(self._groups, tables, lost_blocks, strict=True)
+            ]
+            for i in range(self.blocks_for(request.num_tokens))
+        )
+        return min(self._agreed(blocks, most) * self.block_size, most)
+
+    def slide(self, request: Request) -> None:
+        """Give back the blocks that no window reaches from num_computed_tokens on."""
+        for g, group in self._windows:
+            own = self._table(request.request_id).groups[g]
+            first = min(group.first_block(request.num_computed_tokens), len(own))
+            if first > own.num_left:
+                for block_ids in own.beams:
+                    group.drop(block_ids[own.num_left : first])
+                    block_ids[own.num_left : first] = [group.scratch] * (first - own.num_left)
+                own.num_left = first
+
+    def demand(self, request: Request) -> list[int]:
+        """Of each group the blocks that all known tokens of a request take, without what is cached."""
+        num_blocks = self.blocks_for(request.num_tokens)
+        return [group.at_most(num_blocks) for group in self._groups]
+
+    def growth(self, requests: Sequence[Request]) -> list[int]:
+        """Of each group the blocks that requests with a table will soon need: one for each beam, and in
+        groups with a window those of tokens that are still to be computed."""
+        growth = []
+        for g, group in enumerate(self._groups):
+            needed = [r.num_places for r in requests]
+            if group.bound is not None:
+                wanted = [group.at_most(self.blocks_for(r.num_tokens)) for r in requests]
+                held = [self._num_held(r.request_id, g) for r in requests]
+                needed = [max(n, w - h) for n, w, h in zip(needed, wanted, held, strict=True)]
+            growth.append(sum(needed))
+        return growth
+
+    def could_free(self, requests: Sequence[Request]) -> list[int]:
+        """Of each group the free blocks, and those that these requests hold, shared ones included."""
+        return [
+            group.pool.num_free + sum([self._num_held(r.request_id, g) for r in requests])
+            for g, group in enumerate(self._groups)
+        ]
+
+    def _num_held(self, request_id: str, g: int) -> int:
+        beams = self._table(request_id).groups[g].beams
+        return len(set().union(*beams) - {self._groups[g].scratch})
 
     def fork(self, request: Request, parents: Sequence[int]) -> bool:
         """Beam i continues beam parents[i], with its KV of [0, num_computed_tokens); beams without a child
@@ -219,36 +463,39 @@ class BlockManager:
         """
         table = self._table(request.request_id)
         num_full, num_slots = divmod(request.num_computed_tokens, self.block_size)
-        before = table.beams
-        if any(len(block_ids) != self.blocks_for(request.num_computed_tokens) for block_ids in before):
+        if any(
+            len(block_ids) != self.blocks_for(request.num_computed_tokens)
+            for own in table.groups
+            for block_ids in own.beams
+        ):
             raise InvariantError(f"request {request.request_id} forks with blocks that hold nothing")
         if table.copies:
             raise InvariantError(f"request {request.request_id} forks before its last fork is copied")
-        kept = set(parents)
-        num_ended = len(before) - len(kept)
-        if num_slots and len(parents) - len(kept) - num_ended > self._pool.num_free:
+        num_kept = len(set(parents))
+        num_new = len(parents) - num_kept - (len(table.groups[0].beams) - num_kept)
+        if num_slots and any(num_new > group.pool.num_free for group in self._groups):
             return False
-        # First the new references, so that shared blocks stay. Without the old ones the partial blocks of
-        # ended beams are free for copies.
-        beams = [before[parent][:num_full] for parent in parents]
-        for block_id in (block_id for block_ids in beams for block_id in block_ids):
-            self._pool.share(block_id)
-        for i, block_ids in enumerate(before):
-            for block_id in reversed(block_ids[:num_full] if i in kept else block_ids):
-                self._pool.drop(block_id)
-        if num_slots:
-            copied = self._pool.take(len(parents) - len(kept))
-            if copied is None:
-                raise InvariantError("blocks counted as free could not be allocated")
-            for block_ids, parent in zip(beams, parents, strict=True):
-                partial = before[parent][num_full]
-                if parent in kept:  # the first child takes it
-                    kept.remove(parent)
-                    block_ids.append(partial)
-                else:
-                    block_ids.append(copied.pop())
-                    table.copies.append(BlockCopy(partial, block_ids[-1], num_slots))
-        table.block_ids, *table.more_beams = beams
+        for g, group in enumerate(self._groups):
+            own = table.groups[g]
+            before, kept = own.beams, set(parents)
+            # First the new references, so that shared blocks stay. Without the old ones the partial blocks
+            # of ended beams are free for copies.
+            beams = [before[parent][:num_full] for parent in parents]
+            for block_ids in beams:
+                group.share(block_ids)
+            for i, block_ids in enumerate(before):
+                group.drop(reversed(block_ids[:num_full] if i in kept else block_ids))
+            if num_slots:
+                copied = group.take(len(parents) - len(kept))
+                for block_ids, parent in zip(beams, parents, strict=True):
+                    partial = before[parent][num_full]
+                    if parent in kept:  # the first child takes it
+                        kept.remove(parent)
+                        block_ids.append(partial)
+                    else:
+                        block_ids.append(copied.pop())
+                        table.copies.append(BlockCopy(partial, block_ids[-1], num_slots, g))
+            own.beams = beams
         return True
 
     def take_copies(self, request: Request) -> list[BlockCopy]:
@@ -257,9 +504,17 @@ class BlockManager:
         copies, table.copies = table.copies, []
         return copies
 
-    def num_allocatable_tokens(self, request_id: str) -> int:
-        """Tokens this table could cover if it were given every free block."""
-        return (len(self._table(request_id).block_ids) + self._pool.num_free) * self.block_size
+    def num_allocatable_tokens(self, request: Request) -> int:
+        """Tokens this table could cover if it were given every free block; with windows no more than a step's
+        behind the computed ones."""
+        table = self._table(request.request_id)
+        num_blocks = min(
+            [len(own) + group.pool.num_free for group, own in zip(self._groups, table.groups, strict=True)]
+        )
+        num_tokens = num_blocks * self.block_size
+        if not self._windows:
+            return num_tokens
+        return min(num_tokens, request.num_computed_tokens + self.max_step_tokens)
 
     def trim(self, request: Request, num_tokens: int) -> None:
         """Give back the blocks that num_tokens tokens do not need."""
@@ -267,28 +522,30 @@ class BlockManager:
         needed = self.blocks_for(num_tokens)
         if needed < table.num_committed:
             raise InvariantError(f"request {request.request_id} would give back verified blocks")
-        while len(table.block_ids) > needed:
-            self._pool.drop(table.block_ids.pop())
+        for group, own in zip(self._groups, table.groups, strict=True):
+            while len(own) > needed:
+                group.drop([own.beams[0].pop()])
 
     def free(self, request: Request) -> None:
         """Free all blocks, the last first: eviction then starts at a chain's end, and its beginning, which
         other prompts are more likely to share, stays longest."""
         table = self._table(request.request_id)
         del self._tables[request.request_id]
-        for block_ids in reversed(table.beams):
-            for block_id in reversed(block_ids):
-                self._pool.drop(block_id)
+        for group, own in zip(self._groups, table.groups, strict=True):
+            for block_ids in reversed(own.beams):
+                group.drop(reversed(block_ids))
 
     # -- transfers ------------------------------------------------------------------------------------
 
-    def hold(self, block_ids: Sequence[int]) -> BlockHold:
-        """Make the caller the second owner of blocks that a request owns, until `release`."""
+    def hold(self, block_ids: Sequence[int], group: int = 0) -> BlockHold:
+        """Make the caller the second owner of a group's blocks that a request owns, until `release`."""
+        pool = self._groups[group].pool
         for block_id in block_ids:
-            if not 0 <= block_id < self.num_blocks or self._pool.is_free(block_id):
+            if not 0 <= block_id < pool.num_blocks or pool.is_free(block_id):
                 raise InvariantError(f"block {block_id} belongs to no request: it cannot be held")
         for block_id in block_ids:
-            self._pool.share(block_id)
-        hold = BlockHold(tuple(block_ids))
+            pool.share(block_id)
+        hold = BlockHold(tuple(block_ids), group)
         self._holds.add(hold)
         return hold
 
@@ -297,31 +554,40 @@ class BlockManager:
         if hold not in self._holds:
             raise InvariantError(f"the hold on blocks {hold.block_ids} was released before")
         self._holds.remove(hold)
-        for block_id in reversed(hold.block_ids):
-            self._pool.drop(block_id)
+        self._groups[hold.group].drop(reversed(hold.block_ids))
 
     # -- accounting -----------------------------------------------------------------------------------
 
     def usage(self) -> BlockUsage:
-        free = self._pool.num_free
-        return BlockUsage(self.num_blocks, free, self._pool.num_free_findable, self.num_blocks - free)
+        pool = self._main.pool
+        return BlockUsage(
+            pool.num_blocks, pool.num_free, pool.num_free_findable, pool.num_blocks - pool.num_free
+        )
 
     def check(self) -> list[str]:
-        """Audit everything; one sentence per fault, empty when every invariant holds. O(num_blocks)."""
-        owners: Counter[int] = Counter()
+        """Audit everything; one sentence per fault, empty when every invariant holds. O(blocks)."""
         faults = []
         for request_id, table in self._tables.items():
-            for block_ids in table.beams:
-                owners.update(block_ids)
-                if len(set(block_ids)) != len(block_ids):
-                    faults.append(f"request {request_id} has a block twice in its table")
-                if len(block_ids) != len(table.block_ids):
-                    faults.append(f"request {request_id} has beams of different lengths")
-            if table.num_committed > min(len(table.block_ids), len(table.contents)):
+            if table.num_committed > min(len(table.contents), *(len(own) for own in table.groups)):
                 faults.append(f"request {request_id} has committed blocks it does not own")
-        for hold in self._holds:
-            owners.update(hold.block_ids)
-        return faults + self._pool.check(owners)
+        for g, group in enumerate(self._groups):
+            owners: Counter[int] = Counter()
+            for request_id, table in self._tables.items():
+                own = table.groups[g]
+                for beam in own.beams:
+                    block_ids = [block_id for block_id in beam if block_id != group.scratch]
+                    owners.update(block_ids)
+                    if len(set(block_ids)) != len(block_ids):
+                        faults.append(f"request {request_id} has a block twice in its table")
+                    if len(beam) != len(own):
+                        faults.append(f"request {request_id} has beams of different lengths")
+                    if any(block_id != group.scratch for block_id in beam[: own.num_left]):
+                        faults.append(f"request {request_id} has blocks that its window has left")
+            for hold in self._holds:
+                if hold.group == g:
+                    owners.update(hold.block_ids)
+            faults += group.pool.check(owners)
+        return faults
 
     def _num_matchable(self, num_tokens: int) -> int:
         """Number of the `num_tokens` first tokens that are in full blocks."""
@@ -329,16 +595,17 @@ class BlockManager:
             return 0
         return max(num_tokens, 0) // self.block_size * self.block_size
 
-    def _content(self, parent: ChainHash, token_ids: Sequence[int]) -> BlockContent:
-        return BlockContent(self._hasher(parent, token_ids), tuple(token_ids))
-
     def _chain(self, request: Request, table: _BlockTable, index: int) -> BlockContent:
         """Content of logical block `index`; hashed once and kept in the table."""
         if index == len(table.contents):
             parent = table.contents[-1].chain_hash if table.contents else hash_salt(request.cache_salt)
             start = index * self.block_size
-            table.contents.append(self._content(parent, request.tokens(start, start + self.block_size)))
+            part = tuple(request.tokens(start, start + self.block_size))
+            table.contents.append(BlockContent(self._hasher(parent, part), part))
         return table.contents[index]
+
+    def _new_table(self) -> _BlockTable:
+        return _BlockTable([_GroupTable() for _ in self._groups])
 
     def _table(self, request_id: str) -> _BlockTable:
         table = self._tables.get(request_id)

@@ -166,7 +166,7 @@ class Engine:
         drafter, self._drafter = self._drafter, None
         caches, blocks.enable_prefix_caching = blocks.enable_prefix_caching, False
         num_output = _MEASURED_OUTPUT if decodes else 1
-        most = min(config.max_model_len, blocks.num_blocks * blocks.block_size) - num_output
+        most = min(config.max_model_len, blocks.max_tokens()) - num_output
         for num_tokens in _MEASURED_PROMPTS:
             # Keeps only the last prompt's times, because the first one touched the memory.
             self.prefill_times, self.decode_times = StepTimes(), StepTimes(DECODE_TERMS)

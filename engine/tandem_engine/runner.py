@@ -41,7 +41,7 @@ class StepLogits:
 
 def step_inputs(batch: Batch, block_size: int) -> StepInputs:
     sequences = batch.sequences
-    width = max([len(s.block_ids) for s in sequences])
+    width = max([len(s.block_ids[0]) for s in sequences])
     block_table: list[int] = []
     seq_lens: list[int] = []
     query_start_loc = [0]
@@ -49,7 +49,7 @@ def step_inputs(batch: Batch, block_size: int) -> StepInputs:
     positions: list[int] = []
     slots: list[int] = []
     for sequence in sequences:
-        blocks, start = sequence.block_ids, sequence.start
+        blocks, start = sequence.block_ids[0], sequence.start
         end = start + sequence.num_new_tokens
         block_table += blocks
         block_table += [0] * (width - len(blocks))
@@ -123,7 +123,7 @@ class ModelRunner:
         step = step_inputs(batch, self.pool.shape.block_size)
         logits_rows = _logits_rows(batch)
         if self.workspace is None:
-            self.pool.will_use(max([max(s.block_ids) for s in batch.sequences]))
+            self.pool.will_use(max([max(s.block_ids[0]) for s in batch.sequences]))
             is_scoring = on_prompt_logits is not None and any(s.scored_positions for s in batch.sequences)
             if self.decoder.is_batch_invariant and on_layer_done is None and not is_scoring:
                 interleaved = self.pool.shape.interleaved
@@ -193,4 +193,4 @@ class ModelRunner:
     def _slot(self, sequence: ScheduledSequence, node: int) -> int:
         logical = sequence.start + node
         size = self.pool.shape.block_size
-        return sequence.block_ids[logical // size] * size + logical % size
+        return sequence.block_ids[0][logical // size] * size + logical % size

@@ -33,16 +33,14 @@ async def test_blocks_of_a_request_that_ends_first_are_not_free_until_the_transf
         return parts.engine.blocks.usage().used
 
     class Receiver(ZmqReceiver):
-        def open(self, blocks: dict[int, int]) -> IncomingTransfer:
+        def open(self, blocks: list[dict[int, int]]) -> IncomingTransfer:
             # From here on a frame may be written.
             used_then.append(loop.call(end_request))
             return super().open(blocks)
 
     receiver = Receiver(parts.layout, parts.pool, ReceiverOptions())
     client = PrefillClient(open_channel)
-    handoff = Handoff(
-        loop, receiver, client, client, block_bytes=parts.layout.block_bytes, vocab_size=VOCABULARY
-    )
+    handoff = Handoff(loop, receiver, client, client, vocab_size=VOCABULARY)
     loop.start()
     try:
         with pytest.raises(InvariantError, match="no reservation to adopt"):

@@ -53,12 +53,13 @@ class Incoming:
     done: Future[None] = field(default_factory=Future)
 
     def progress(self) -> TransferProgress:
-        return TransferProgress(self.num_pairs, 10, self.num_pairs, ())
+        num_bytes = self.num_pairs * BLOCK_BYTES
+        return TransferProgress(num_bytes, 10 * BLOCK_BYTES, num_bytes, ())
 
 
 def watch(call: Call, incoming: Incoming, **limits: float) -> PrefillStream:
     never = {"heartbeat_s": NEVER, "engine_s": NEVER, "frame_s": NEVER}
-    return PrefillStream(call, incoming, BLOCK_BYTES, Limits(**{**never, **limits}))
+    return PrefillStream(call, incoming, Limits(**{**never, **limits}))
 
 
 async def repeat(response: prefill_pb2.PrefillResponse) -> AsyncIterator[prefill_pb2.PrefillResponse]:

@@ -47,7 +47,7 @@ def sequence(
     guesses = draft.token_ids if draft else tuple(rng.randrange(VOCABULARY) for _ in range(num_new - 1))
     request = Request("r", [1] * (start + 1), SamplingParams())
     blocks = tuple(block_ids[: -(-(start + 1 + len(guesses)) // BLOCK_SIZE)])
-    return ScheduledSequence(request, blocks, start, (rng.randrange(VOCABULARY), *guesses), draft, True)
+    return ScheduledSequence(request, (blocks,), start, (rng.randrange(VOCABULARY), *guesses), draft, True)
 
 
 def random_tree(rng: random.Random) -> DraftTree | None:

@@ -26,7 +26,7 @@ from tandem_drafting.drafter import Drafter, DraftPolicy
 from tandem_engine import assemble, device_copies, kv_pool
 from tandem_engine.assemble import EngineConfig
 from tandem_engine.batch import Batch, ScheduledSequence
-from tandem_engine.block_manager import BlockManager
+from tandem_engine.block_manager import BlockGroup, BlockManager
 from tandem_engine.cuda_graphs import graph_sizes
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine
@@ -107,7 +107,7 @@ def scheduled(
     )
     request = Request("r", [1] * (start + (1 if draft else n)), sampling)
     blocks = tuple(rng.randrange(pool.num_blocks) for _ in range(-(-(start + n) // BLOCK_SIZE)))
-    return ScheduledSequence(request, blocks, start, (1,) * n, draft, samples)
+    return ScheduledSequence(request, (blocks,), start, (1,) * n, draft, samples)
 
 
 @pytest.mark.parametrize("num_blocks", [95, 160])  # with the scratch block, 96 and 161
@@ -325,7 +325,7 @@ def fake_engine(drafter: Drafter | None, *, graphs: bool) -> Engine:
     pool = KVPool(SHAPE, 200, decoder.device)
     runner = ModelRunner(decoder, pool, decoder.device, space)
     runner.capture_graphs(lambda step: step, idle_batch(pool))
-    blocks = BlockManager(pool.num_blocks, BLOCK_SIZE, enable_prefix_caching=True)
+    blocks = BlockManager([BlockGroup(pool.num_blocks)], BLOCK_SIZE, enable_prefix_caching=True)
     scheduler = Scheduler(
         blocks,
         SchedulerConfig(

@@ -53,7 +53,7 @@ class Pair:
         self.receiver = KVReceiver(LAYOUT, self.written, self.credit_bytes, endpoint="", public_key="")
 
     def open(self, blocks: range = range(NUM_BLOCKS)) -> tuple[IncomingTransfer, OutgoingTransfer]:
-        incoming = self.receiver.open({block: block for block in blocks})
+        incoming = self.receiver.open([{block: block for block in blocks}])
         return incoming, self.sender.open(incoming.ticket)
 
     def put_all(self, outgoing: OutgoingTransfer, blocks: range = range(NUM_BLOCKS)) -> None:
@@ -117,7 +117,7 @@ def test_reading_ahead_keeps_to_the_credit_and_owes_nothing() -> None:
     pair.put_all(outgoing)
     frames = [pair.sender.take_frame(outgoing) for _ in range(5)]
     assert [frame is not None for frame in frames] == [True] * 4 + [False]
-    assert outgoing.in_flight_bytes == pair.receiver.open({}).ticket.credit_bytes
+    assert outgoing.in_flight_bytes == pair.receiver.open([{}]).ticket.credit_bytes
     for _ in range(9):  # more than was sent
         outgoing.on_credit(BLOCK)
     assert outgoing.in_flight_bytes == 0
@@ -167,7 +167,7 @@ def test_done_means_written_and_abort_means_nothing_is_written_later() -> None:
     assert pair.into.num_transfers == 0
     assert isinstance(pair.carry(outgoing), Reject)
     assert pair.into.num_transfers == 0
-    assert incoming.progress().verified_pairs == 2  # what was written before stays usable
+    assert incoming.progress().verified_bytes == 2 * BLOCK  # what was written before stays usable
 
 
 def test_writes_wait_for_what_was_launched_before_the_transfer_was_opened() -> None:
@@ -201,7 +201,7 @@ def test_a_copy_that_fails_fails_its_transfer(at: str) -> None:
         pair.out.broken = error
     else:
         assert isinstance(pair.carry(outgoing), Credit)
-        assert incoming.progress().verified_pairs == 2
+        assert incoming.progress().verified_bytes == 2 * BLOCK
         pair.into.broken = error
     while isinstance(pair.carry(outgoing), Credit):
         pass
@@ -210,7 +210,7 @@ def test_a_copy_that_fails_fails_its_transfer(at: str) -> None:
         assert incoming.state is TransferState.FAILED
         with pytest.raises(TransferError, match="device says no"):
             incoming.done.result(0)
-        assert incoming.progress().verified_pairs == 0
+        assert incoming.progress().verified_bytes == 0
     else:
         with pytest.raises(TransferError, match="device says no"):
             outgoing.done.result(0)
@@ -305,7 +305,7 @@ def test_a_frame_is_as_large_as_the_store_and_the_credit_allow(
         def gather(self, layer: int, block_ids: object, after: object = None) -> memoryview:
             return memoryview(bytes(len(block_ids) * BLOCK))  # type: ignore[arg-type]
 
-    ticket = Ticket(b"0" * 16, 1, "", "", LAYOUT.fingerprint, "", tuple(range(256)), credit)
+    ticket = Ticket(b"0" * 16, 1, "", "", LAYOUT.fingerprint, "", (tuple(range(256)),), credit)
     outgoing = KVSender(LAYOUT, Blocks(), lambda: None).open(ticket)  # type: ignore[arg-type]
     outgoing.put(0, 0, range(256))
     taken = outgoing.take_frame()
@@ -355,7 +355,7 @@ def test_every_byte_arrives_between_two_devices(device: str, num_slots: int, sta
     for _ in range(2):
         for cache in (*source, *target):
             cache.zero_()
-        ends = [receiver.open({block: NUM_BLOCKS - 1 - block}) for block in range(NUM_BLOCKS)]
+        ends = [receiver.open([{block: NUM_BLOCKS - 1 - block}]) for block in range(NUM_BLOCKS)]
         outgoing = [sender.open(incoming.ticket) for incoming in ends]
         for layer in range(LAYOUT.num_layers):
 
@@ -401,12 +401,12 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_the_others(stack: ExitStack)
     receiver = stack.enter_context(closing(ZmqReceiver(LAYOUT, written, ReceiverOptions(curve=False))))
     sender = stack.enter_context(closing(ZmqSender(LAYOUT, read, SenderOptions(curve=False, stall_s=0.6))))
     endpoint = f"tcp://127.0.0.1:{port}"
-    slow = Ticket(b"0" * 16, 1, endpoint, "", LAYOUT.fingerprint, "", tuple(range(200)), 1 << 30)
+    slow = Ticket(b"0" * 16, 1, endpoint, "", LAYOUT.fingerprint, "", (tuple(range(200)),), 1 << 30)
     stuck = sender.open(slow)
     for layer in range(LAYOUT.num_layers):
         stuck.put(layer, 0, [block % NUM_BLOCKS for block in range(200)])
     wait_until(lambda: read.counts.num_copied_out > 0)
-    incoming = receiver.open({block: block for block in range(NUM_BLOCKS)})
+    incoming = receiver.open([{block: block for block in range(NUM_BLOCKS)}])
     outgoing = sender.open(incoming.ticket)
     for layer in range(LAYOUT.num_layers):
         outgoing.put(layer, 0, range(NUM_BLOCKS))
@@ -428,7 +428,7 @@ def test_aborts_at_any_time_leave_no_late_write_and_no_lost_slot(stack: ExitStac
     sender = stack.enter_context(closing(ZmqSender(LAYOUT, read, SenderOptions(curve=False))))
     rng = random.Random(6)
     for number in range(20):
-        incoming = receiver.open({block: block for block in range(NUM_BLOCKS)})
+        incoming = receiver.open([{block: block for block in range(NUM_BLOCKS)}])
         outgoing = sender.open(incoming.ticket)
         for layer in range(LAYOUT.num_layers):
             outgoing.put(layer, 0, range(NUM_BLOCKS))

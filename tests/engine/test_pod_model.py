@@ -11,7 +11,7 @@ from tandem_core.pod_model import Job, PodModel, SimulatedPod, Times, timeline
 from tandem_core.sampling import SamplingParams
 from tandem_core.step_cost import StepCost
 from tandem_engine.batch import Batch
-from tandem_engine.block_manager import BlockManager
+from tandem_engine.block_manager import BlockGroup, BlockManager
 from tandem_engine.request import Request
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
 
@@ -49,7 +49,7 @@ def scheduled(jobs: Sequence[Job]) -> list[Times]:
         chunk_size=MODEL.chunk_size,
         enough_prompt_tokens=MODEL.enough_prompt_tokens,
     )
-    scheduler = Scheduler(BlockManager(4096, 1), config)
+    scheduler = Scheduler(BlockManager([BlockGroup(4096)], 1), config)
     requests = [
         Request(
             f"{number}",

@@ -47,7 +47,7 @@ def scheduled(params: SamplingParams, rng: random.Random, vocab_size: int) -> Sc
         draft = DraftTree(guesses, tuple(rng.randint(0, i) for i in range(n)), ("output",) * n)
     start = len(prompt) - 1
     return ScheduledSequence(
-        request, (0,), start, (prompt[-1], *(draft.token_ids if draft else ())), draft, True
+        request, ((0,),), start, (prompt[-1], *(draft.token_ids if draft else ())), draft, True
     )
 
 
@@ -89,7 +89,7 @@ def test_a_step_of_a_thousand_rows(device: str) -> None:
     device_or_skip(device)
     logits = torch.randn(1000, 3000, generator=torch.Generator().manual_seed(1)) * 2
     params = [SamplingParams(temperature=0.9, top_p=0.97, seed=seed) for seed in range(1000)]
-    sequences = [ScheduledSequence(Request("r", [1], p), (0,), 0, (1,), None, True) for p in params]
+    sequences = [ScheduledSequence(Request("r", [1], p), ((0,),), 0, (1,), None, True) for p in params]
     host = Verifier().verify(Batch(tuple(sequences)), logits)
     assert choose_tokens(sequences, logits.to(device)).tolist() == [
         token for v in host for token in v.token_ids
@@ -119,7 +119,7 @@ def test_the_draws_parameters_are_aligned_whatever_the_number_of_rows(
     seen = []
     monkeypatch.setattr(device_module, "draw_tokens", lambda *tensors: seen.extend(tensors) or tensors[1])
     params = [SamplingParams(seed=seed) for seed in range(num_rows)]
-    sequences = [ScheduledSequence(Request("r", [1], p), (0,), 0, (1,), None, True) for p in params]
+    sequences = [ScheduledSequence(Request("r", [1], p), ((0,),), 0, (1,), None, True) for p in params]
     choose_tokens(sequences, torch.zeros(num_rows, 8))
     assert all(tensor.data_ptr() % 16 == 0 for tensor in seen)
     assert [tensor.shape[0] for tensor in seen] == [num_rows] * 6
@@ -130,7 +130,7 @@ def test_logits_that_are_no_numbers_give_no_token_to_their_sequence_alone(
     temperatures: tuple[float, float],
 ) -> None:
     sequences = [
-        ScheduledSequence(Request("r", [1], SamplingParams(temperature=t)), (0,), 0, (1,), None, True)
+        ScheduledSequence(Request("r", [1], SamplingParams(temperature=t)), ((0,),), 0, (1,), None, True)
         for t in temperatures
     ]
     logits = torch.randn(2, 9)

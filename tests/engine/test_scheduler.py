@@ -8,7 +8,7 @@ import pytest
 from tandem_core.errors import CapacityError, InvalidRequestError, InvariantError
 from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_engine.batch import Batch
-from tandem_engine.block_manager import BlockManager
+from tandem_engine.block_manager import BlockGroup, BlockManager
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.prompt_scores import PromptScores
 from tandem_engine.request import Request, RequestStatus
@@ -43,7 +43,7 @@ def chain(*token_ids: int) -> DraftTree:
 
 def make(num_blocks: int = 64, **config: int) -> Scheduler:
     config = {"max_model_len": 64, "max_batch": 4, "max_tokens_per_step": 64, "chunk_size": 64} | config
-    return Scheduler(BlockManager(num_blocks, BLOCK), SchedulerConfig(**config))
+    return Scheduler(BlockManager([BlockGroup(num_blocks)], BLOCK), SchedulerConfig(**config))
 
 
 def step(scheduler: Scheduler, token_id: int = 7) -> tuple[Batch, list[RequestUpdate]]:
@@ -200,7 +200,7 @@ class TestChunkedPrefill:
         batch, _ = step(scheduler)
         assert shape(batch)[1] == ("late", 8, 4, True)
         assert late.num_cached_tokens == 8
-        assert batch.sequences[0].block_ids[:2] == batch.sequences[1].block_ids[:2]
+        assert batch.sequences[0].block_ids[0][:2] == batch.sequences[1].block_ids[0][:2]
 
     def test_of_a_prompt_that_waits_only_what_is_not_cached_is_work(self):
         scheduler = make(max_tokens_per_step=16)
@@ -230,7 +230,7 @@ class TestDrafts:
         (sequence,) = batch.sequences
         assert sequence.start == 6
         assert sequence.token_ids == (7, 11, 12, 13)
-        assert len(sequence.block_ids) * BLOCK >= 6 + 4
+        assert len(sequence.block_ids[0]) * BLOCK >= 6 + 4
         assert request.draft is None, "a draft is for one step"
 
     def test_root_and_two_accepted_nodes_are_three_computed_positions_and_three_tokens(self):
@@ -589,8 +589,8 @@ class TestDisaggregation:
         request = make_request("a", 18, base=500)
         reservation = scheduler.reserve(request)
         assert reservation.num_cached_tokens == request.num_cached_tokens == 8
-        assert reservation.wanted_blocks == (2, 3, 4)
-        assert len(reservation.block_ids) == 5
+        assert reservation.wanted_blocks == ((2, 3, 4),)
+        assert len(reservation.block_ids[0]) == 5
         assert request.status is RequestStatus.WAITING_FOR_KV
         assert scheduler.counts().waiting_for_kv == 1
         assert "a" not in [s.request.request_id for s in step(scheduler)[0].sequences]
@@ -635,7 +635,7 @@ class TestDisaggregation:
         scheduler = make()
         request = make_request("a", 8)
         reservation = scheduler.reserve(request)
-        writer = scheduler._blocks.hold(reservation.block_ids)
+        writer = scheduler._blocks.hold(reservation.block_ids[0])
         scheduler.abort("a")
         assert used_blocks(scheduler) == 2
         scheduler._blocks.release(writer)

@@ -3,12 +3,14 @@
 Tokens: each request must emit exactly what a trivial loop emits that knows neither blocks nor drafts.
 KV:     the simulated cache stores, for each slot, the whole text that its entry was computed from. Every
         token of every step checks all the entries it would attend to, so a block that is reused too
-        early, shared wrongly, or left behind by a draft is found where a model would read it.
+        early, shared wrongly, left behind by a draft, or freed while a window reaches it is found where a
+        model would read it.
 """
 
 import math
 import random
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_engine.batch import Batch, ScheduledSequence
-from tandem_engine.block_manager import BlockHold, BlockManager
+from tandem_engine.block_manager import BlockGroup, BlockHold, BlockManager
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.request import Request, RequestStatus
 from tandem_engine.scheduler import Reservation, Scheduler, SchedulerConfig
@@ -25,6 +27,8 @@ BLOCK = 4
 VOCAB = 8
 EOS = 0
 MAX_MODEL_LEN = 48
+#: Of a draft.
+MOST_NODES = 9
 
 Text = tuple[int, ...]
 
@@ -53,19 +57,24 @@ class Verified:
 
 
 class FakeModel:
-    """Writes, checks and moves KV as the model runner does."""
+    """Writes, checks and moves KV of all groups as the model runner does. What stands for no block is outside
+    of `kv`."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.kv: list[tuple[bytes, Text] | None] = [None] * (num_blocks * BLOCK)
+    def __init__(self, groups: Sequence[BlockGroup]) -> None:
+        self.groups = groups
+        self.kv: list[list[tuple[bytes, Text] | None]] = [[None] * (g.num_blocks * BLOCK) for g in groups]
 
-    def slot(self, block_ids: tuple[int, ...], index: int) -> int:
-        return block_ids[index // BLOCK] * BLOCK + index % BLOCK
+    def slots(self, tables: tuple[tuple[int, ...], ...], index: int) -> list[int]:
+        """Of each group."""
+        return [block_ids[index // BLOCK] * BLOCK + index % BLOCK for block_ids in tables]
 
-    def fill(self, request: Request, block_ids: tuple[int, ...], logical_block: int) -> None:
+    def fill(
+        self, request: Request, tables: tuple[tuple[int, ...], ...], group: int, logical_block: int
+    ) -> None:
         """What a transfer writes: one block of the prompt."""
         for i in range(logical_block * BLOCK, min((logical_block + 1) * BLOCK, request.num_prompt_tokens)):
             text = tuple(request.prompt_token_ids[: i + 1])
-            self.kv[self.slot(block_ids, i)] = (request.cache_salt, text)
+            self.kv[group][self.slots(tables, i)[group]] = (request.cache_salt, text)
 
     def run(self, batch: Batch) -> list[Verified]:
         for sequence in batch.sequences:
@@ -85,14 +94,17 @@ class FakeModel:
     def _write(self, sequence: ScheduledSequence) -> None:
         request = sequence.request
         known = tuple(request.tokens(0, sequence.start))
-        for i in range(sequence.start):
-            found = self.kv[self.slot(sequence.block_ids, i)]
-            assert found == (request.cache_salt, known[: i + 1]), (
-                f"wrong KV under {request.request_id} at {i}"
-            )
+        for g, group in enumerate(self.groups):
+            window = group.window or sequence.start + 1
+            for i in range(max(0, sequence.start + 1 - window), sequence.start):
+                found = self.kv[g][self.slots(sequence.block_ids, i)[g]]
+                assert found == (request.cache_salt, known[: i + 1]), (
+                    f"wrong KV under {request.request_id} at {i} in group {g}"
+                )
         for i, text in enumerate(self._texts(sequence)):
             assert text[-1] == sequence.token_ids[i]
-            self.kv[self.slot(sequence.block_ids, sequence.start + i)] = (request.cache_salt, text)
+            for kv, slot in zip(self.kv, self.slots(sequence.block_ids, sequence.start + i), strict=True):
+                kv[slot] = (request.cache_salt, text)
 
     def _verify(self, sequence: ScheduledSequence) -> Verified:
         texts = self._texts(sequence)
@@ -103,9 +115,11 @@ class FakeModel:
         while (node := children[path[-1]].get(tokens[-1])) is not None:
             path.append(node)
             tokens.append(next_token(texts[node]))
-        moved = [self.kv[self.slot(sequence.block_ids, sequence.start + node)] for node in path]
-        for i, entry in enumerate(moved):
-            self.kv[self.slot(sequence.block_ids, sequence.start + i)] = entry
+        for g, kv in enumerate(self.kv):
+            slots = [self.slots(sequence.block_ids, sequence.start + n)[g] for n in range(len(texts))]
+            moved = [kv[slots[node]] for node in path]
+            for i, entry in enumerate(moved):
+                kv[slots[i]] = entry
         return Verified(tuple(tokens), tuple(path))
 
 
@@ -115,15 +129,30 @@ class Transfer:
 
     request: Request
     reservation: Reservation
-    hold: BlockHold
-    todo: list[int] = field(default_factory=list)
+    holds: list[BlockHold]
+    #: Groups and logical blocks.
+    todo: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Simulation:
-    def __init__(self, rng: random.Random, *, num_blocks: int, prefix_caching: bool, **config: int) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        num_blocks: int,
+        prefix_caching: bool,
+        windows: Sequence[int | None] = (None,),
+        **config: int,
+    ) -> None:
         self.rng = rng
-        self.model = FakeModel(num_blocks)
-        self.blocks = BlockManager(num_blocks, BLOCK, enable_prefix_caching=prefix_caching)
+        groups = [BlockGroup(num_blocks, window) for window in windows]
+        self.model = FakeModel(groups)
+        self.blocks = BlockManager(
+            groups,
+            BLOCK,
+            max_step_tokens=max(config["chunk_size"], MOST_NODES + 1),
+            enable_prefix_caching=prefix_caching,
+        )
         self.capacity = num_blocks * BLOCK
         self.scheduler = Scheduler(self.blocks, SchedulerConfig(max_model_len=MAX_MODEL_LEN, **config))
         self.live: list[Request] = []
@@ -159,7 +188,7 @@ class Simulation:
     def random_draft(self, request: Request) -> DraftTree:
         texts = [(*request.prompt_token_ids, *request.output_token_ids)]
         tokens, parents = [], []
-        for i in range(self.rng.randint(1, 9)):
+        for i in range(self.rng.randint(1, MOST_NODES)):
             parent = max(0, i - self.rng.randrange(3))
             good = self.rng.random() < 0.7
             token = next_token(texts[parent]) if good else self.rng.randrange(VOCAB)
@@ -173,13 +202,16 @@ class Simulation:
             if (reservation := self.scheduler.reserve(request)) is None:
                 break
             self.unreserved.remove(request)
-            hold = self.blocks.hold([reservation.block_ids[i] for i in reservation.wanted_blocks])
-            self.transfers.append(Transfer(request, reservation, hold, list(reservation.wanted_blocks)))
+            wanted = list(enumerate(reservation.wanted_blocks))
+            holds = [self.blocks.hold([reservation.block_ids[g][i] for i in own], g) for g, own in wanted]
+            todo = [(g, i) for g, own in wanted for i in own]
+            if self.rng.random() < 0.5:
+                self.rng.shuffle(todo)
+            self.transfers.append(Transfer(request, reservation, holds, todo))
         for transfer in list(self.transfers):
             for _ in range(self.rng.randint(0, 3)):
                 if transfer.todo:
-                    block = transfer.todo.pop(0)
-                    self.model.fill(transfer.request, transfer.reservation.block_ids, block)
+                    self.model.fill(transfer.request, transfer.reservation.block_ids, *transfer.todo.pop(0))
             fails = self.rng.random() < 0.1
             if fails or not transfer.todo:
                 self.end_transfer(transfer)
@@ -187,11 +219,13 @@ class Simulation:
     def end_transfer(self, transfer: Transfer) -> None:
         request = transfer.request
         self.transfers.remove(transfer)
-        self.blocks.release(transfer.hold)
+        for hold in transfer.holds:
+            self.blocks.release(hold)
         if request.status is RequestStatus.FINISHED:
             return
         if transfer.todo:
-            self.scheduler.adopt(request, transfer.todo[0] * BLOCK, None)
+            missing = [[i for g, i in transfer.todo if g == group] for group in range(self.blocks.num_groups)]
+            self.scheduler.adopt(request, self.blocks.num_received(request, missing), None)
         elif self.rng.random() < 0.2:  # all KV came, the call that brings the token did not
             self.scheduler.adopt(request, request.num_prompt_tokens, None)
         else:
@@ -227,8 +261,18 @@ class Simulation:
         self.live = [r for r in self.live if r.finish_reason is None]
         return batch is not None
 
+    @property
+    def reserved(self) -> set[str]:
+        return {t.request.request_id for t in self.transfers}
+
     def audit(self) -> None:
         assert self.scheduler.check() == []
+        for request_id in self.blocks.owners():
+            for group, ids in enumerate(self.blocks.block_ids(request_id)):
+                held = sum(self.blocks.is_block(group, block_id) for block_id in ids)
+                window = self.model.groups[group].window
+                if window is not None and request_id not in self.reserved:
+                    assert held <= math.ceil((window + self.blocks.max_step_tokens) / BLOCK) + 1
         usage = self.blocks.usage()
         assert usage.free + usage.used == usage.total
         assert usage.cached <= usage.free
@@ -261,6 +305,26 @@ SHAPES = {
 }
 
 
+WINDOWS: dict[str, tuple[int | None, ...]] = {
+    "full": (None,),
+    "a window": (9,),
+    "a window beside full": (5, None),
+    "two windows": (None, 3, 14),
+}
+
+
+@pytest.mark.parametrize("windows", [(5, None), (3,)], ids=["beside full", "alone"])
+def test_layers_with_a_window_hold_no_more_than_it(windows):
+    num_cached = 0
+    for seed in range(8):
+        simulation = Simulation(
+            random.Random(seed), prefix_caching=True, windows=windows, **SHAPES["a roomy pool"]
+        )
+        simulation.run(num_requests=30, abort_rate=0.05)
+        num_cached += sum(r.num_cached_tokens for r in simulation.all)
+    assert num_cached > 0
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_request_gets_its_tokens_and_nothing_leaks(shape, prefix_caching):
@@ -286,8 +350,9 @@ def test_every_request_gets_its_tokens_and_nothing_leaks(shape, prefix_caching):
     spare_budget=st.integers(0, 20),
     chunk_size=st.integers(1, 20),
     abort_rate=st.sampled_from([0.0, 0.1]),
+    windows=st.sampled_from(list(WINDOWS.values())),
 )
-def test_limits_of_any_size(seed, num_blocks, max_batch, spare_budget, chunk_size, abort_rate):
+def test_limits_of_any_size(seed, num_blocks, max_batch, spare_budget, chunk_size, abort_rate, windows):
     simulation = Simulation(
         random.Random(seed),
         num_blocks=num_blocks,
@@ -295,6 +360,7 @@ def test_limits_of_any_size(seed, num_blocks, max_batch, spare_budget, chunk_siz
         max_batch=max_batch,
         max_tokens_per_step=max_batch + spare_budget,
         chunk_size=chunk_size,
+        windows=windows,
     )
     simulation.run(num_requests=12, abort_rate=abort_rate)
 
@@ -303,5 +369,6 @@ def test_limits_of_any_size(seed, num_blocks, max_batch, spare_budget, chunk_siz
 @pytest.mark.parametrize("seed", range(400))
 def test_many_more(seed):
     rng = random.Random(seed)
-    shape = rng.choice(list(SHAPES.values()))
-    Simulation(rng, prefix_caching=rng.random() < 0.8, **shape).run(num_requests=60, abort_rate=0.05)
+    shape, windows = rng.choice(list(SHAPES.values())), rng.choice(list(WINDOWS.values()))
+    simulation = Simulation(rng, prefix_caching=rng.random() < 0.8, windows=windows, **shape)
+    simulation.run(num_requests=60, abort_rate=0.05)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from inproc_transport import InprocNetwork, InprocReceiver, InprocSender
 from ipv6 import has_ipv6
+from kv_groups import kv_group
 from tandem_core.errors import InvalidRequestError, InvariantError, LayoutMismatchError, TransferError
 from tandem_engine.transport.base import MAX_FRAME_BYTES, BlockStore, DropCause, Ticket, TransferState
 from tandem_engine.transport.incoming import KVReceiver
@@ -25,13 +26,11 @@ LAYOUT = KVLayout(
     model_revision="abc",
     dtype="float16",
     kv_quantization="none",
-    num_layers=4,
-    num_kv_heads=2,
-    head_size=8,
+    groups=(kv_group(range(4), 2, 8),),
     block_size=16,
     rope="theta=10000.0",
 )
-BLOCK = LAYOUT.block_bytes
+BLOCK = LAYOUT.max_block_bytes
 NUM_BLOCKS = 32
 PATIENCE_S = 10.0
 
@@ -118,7 +117,7 @@ def test_every_byte_arrives_whatever_the_order_of_layers_and_runs(wire: Wire) ->
     source, target = ByteStore(seed=1), ByteStore()
     receiver, sender = wire.receiver(target), wire.sender(source)
     physical = random.Random(1).sample(range(NUM_BLOCKS), 10)
-    incoming = receiver.open(dict(enumerate(physical)))
+    incoming = receiver.open([dict(enumerate(physical))])
     assert incoming.state is TransferState.BOOTSTRAPPING
     assert receiver.credit_outstanding_bytes == incoming.ticket.credit_bytes
     outgoing = sender.open(incoming.ticket)
@@ -138,7 +137,7 @@ def test_every_byte_arrives_whatever_the_order_of_layers_and_runs(wire: Wire) ->
 def test_only_wanted_blocks_travel_and_each_once(wire: Wire) -> None:
     source, target = ByteStore(seed=2), ByteStore()
     receiver, sender = wire.receiver(target), wire.sender(source)
-    incoming = receiver.open({1: 11, 2: 12, 5: 15})
+    incoming = receiver.open([{1: 11, 2: 12, 5: 15}])
     outgoing = sender.open(incoming.ticket)
     put_all(outgoing, range(8))
     put_all(outgoing, range(1, 6))  # recomputed after a preemption, say
@@ -155,7 +154,7 @@ def test_bytes_in_flight_never_exceed_the_credit_of_a_slow_receiver(wire: Wire) 
     source, target = ByteStore(seed=3), ByteStore()
     credit = 5 * BLOCK
     receiver, sender = wire.receiver(target, credit), wire.sender(source)
-    incoming = receiver.open({block: block for block in range(NUM_BLOCKS)})
+    incoming = receiver.open([{block: block for block in range(NUM_BLOCKS)}])
     outgoing = sender.open(incoming.ticket)
     seen: list[int] = []
 
@@ -181,7 +180,7 @@ def test_put_does_not_wait_for_a_gather_that_is_under_way(wire: Wire) -> None:
         assert go_on.wait(PATIENCE_S)
 
     source.before_gather = block
-    outgoing = sender.open(receiver.open({0: 0}).ticket)
+    outgoing = sender.open(receiver.open([{0: 0}]).ticket)
     outgoing.put(0, 0, [0])
     assert gathering.wait(PATIENCE_S)
     putting = threading.Thread(target=put_all, args=(outgoing, range(1)))
@@ -203,7 +202,7 @@ def test_abort_ends_writing_at_once_and_stops_the_sender(wire: Wire) -> None:
         pause(0.005)
 
     target.before_scatter = slow
-    incoming = receiver.open({block: block for block in range(NUM_BLOCKS)})
+    incoming = receiver.open([{block: block for block in range(NUM_BLOCKS)}])
     outgoing = sender.open(incoming.ticket)
     put_all(outgoing, range(NUM_BLOCKS))
     finished = outgoing.finish()
@@ -238,7 +237,7 @@ def test_abort_ends_reading_at_once(wire: Wire) -> None:
         gathers.append(time.monotonic())
 
     source.before_gather = slow
-    incoming = receiver.open({block: block for block in range(NUM_BLOCKS)})
+    incoming = receiver.open([{block: block for block in range(NUM_BLOCKS)}])
     outgoing = sender.open(incoming.ticket)
     put_all(outgoing, range(NUM_BLOCKS))
     wait_until(lambda: len(gathers) >= 2)
@@ -259,17 +258,17 @@ def test_a_retry_keeps_complete_blocks_and_asks_only_for_the_others(wire: Wire) 
     source, target = ByteStore(seed=7), ByteStore()
     receiver = wire.receiver(target)
     first, second = wire.sender(source), wire.sender(source)
-    incoming = receiver.open({block: 31 - block for block in range(8)})
+    incoming = receiver.open([{block: 31 - block for block in range(8)}])
     old = first.open(incoming.ticket)
     put_all(old, range(4))
     old.put(0, 4, [4, 5])
-    wait_until(lambda: incoming.progress().verified_pairs == 4 * LAYOUT.num_layers + 2)
-    assert incoming.progress().complete_blocks == (0, 1, 2, 3)
-    assert incoming.progress().total_pairs == 8 * LAYOUT.num_layers
+    wait_until(lambda: incoming.progress().verified_bytes == (4 * LAYOUT.num_layers + 2) * BLOCK)
+    assert incoming.progress().missing_blocks == ((4, 5, 6, 7),)
+    assert incoming.progress().total_bytes == 8 * LAYOUT.num_layers * BLOCK
 
     ticket = incoming.reopen()
     assert ticket == incoming.ticket
-    assert (ticket.epoch, ticket.wanted_blocks) == (2, (4, 5, 6, 7))
+    assert (ticket.epoch, ticket.wanted_blocks) == (2, ((4, 5, 6, 7),))
     assert ticket.transfer_id == old.ticket.transfer_id
     new = second.open(ticket)
     put_all(new, range(8))
@@ -292,11 +291,11 @@ def test_a_retry_keeps_complete_blocks_and_asks_only_for_the_others(wire: Wire) 
 def test_a_retry_may_send_layers_again_after_the_missing_ones(wire: Wire) -> None:
     source, target = ByteStore(seed=7), ByteStore()
     receiver, sender = wire.receiver(target), wire.sender(source)
-    incoming = receiver.open({0: 0})
+    incoming = receiver.open([{0: 0}])
     old = sender.open(incoming.ticket)
     for layer in range(LAYOUT.num_layers - 1):
         old.put(layer, 0, [0])
-    wait_until(lambda: incoming.progress().verified_pairs == LAYOUT.num_layers - 1)
+    wait_until(lambda: incoming.progress().verified_bytes == (LAYOUT.num_layers - 1) * BLOCK)
     old.abort()
     new = sender.open(incoming.reopen())
     for layer in reversed(range(LAYOUT.num_layers)):
@@ -310,7 +309,7 @@ def test_a_retry_may_send_layers_again_after_the_missing_ones(wire: Wire) -> Non
 def test_frames_of_the_epoch_before_a_retry_are_never_written(wire: Wire) -> None:
     late, target = ByteStore(seed=8), ByteStore()
     receiver, sender = wire.receiver(target), wire.sender(late)
-    incoming = receiver.open({0: 0, 1: 1})
+    incoming = receiver.open([{0: 0, 1: 1}])
     old = sender.open(incoming.ticket)
     incoming.reopen()
     put_all(old, range(2))
@@ -318,13 +317,13 @@ def test_frames_of_the_epoch_before_a_retry_are_never_written(wire: Wire) -> Non
         old.done.result(PATIENCE_S)
     assert not target.data.any()
     assert receiver.dropped_frames[DropCause.STALE_EPOCH] >= 1
-    assert incoming.progress().verified_pairs == 0
+    assert incoming.progress().verified_bytes == 0
     incoming.abort()
 
 
 def test_a_transfer_of_nothing_is_complete_at_once(wire: Wire) -> None:
     receiver, sender = wire.receiver(ByteStore()), wire.sender(ByteStore())
-    incoming = receiver.open({})
+    incoming = receiver.open([{}])
     assert incoming.done.result(0) is None
     outgoing = sender.open(incoming.ticket)
     outgoing.finish().result(0)
@@ -333,7 +332,7 @@ def test_a_transfer_of_nothing_is_complete_at_once(wire: Wire) -> None:
 
 def test_finishing_without_all_wanted_blocks_fails(wire: Wire) -> None:
     receiver, sender = wire.receiver(ByteStore()), wire.sender(ByteStore())
-    incoming = receiver.open({0: 0, 1: 1})
+    incoming = receiver.open([{0: 0, 1: 1}])
     outgoing = sender.open(incoming.ticket)
     put_all(outgoing, range(1))
     with pytest.raises(TransferError, match=r"4 of 8 wanted .* never put"):
@@ -345,7 +344,7 @@ def test_finishing_without_all_wanted_blocks_fails(wire: Wire) -> None:
 def test_putting_after_finish_or_outside_the_layers_is_our_own_bug(wire: Wire) -> None:
     target = ByteStore()
     receiver, sender = wire.receiver(target), wire.sender(ByteStore())
-    outgoing = sender.open(receiver.open({0: 0}).ticket)
+    outgoing = sender.open(receiver.open([{0: 0}]).ticket)
     with pytest.raises(InvariantError, match="layer 4 of 4"):
         outgoing.put(4, 0, [0])
     may_write = threading.Event()
@@ -366,7 +365,7 @@ def test_putting_after_finish_or_outside_the_layers_is_our_own_bug(wire: Wire) -
 def test_unequal_layouts_refuse_at_the_ticket(wire: Wire) -> None:
     receiver = wire.receiver(ByteStore())
     sender = wire.sender(ByteStore(), dataclasses.replace(LAYOUT, model_revision="def"))
-    incoming = receiver.open({0: 0})
+    incoming = receiver.open([{0: 0}])
     with pytest.raises(LayoutMismatchError, match=r"model_revision \(here def, there abc\)"):
         sender.open(incoming.ticket)
     assert sender.open_transfers == 0
@@ -374,12 +373,12 @@ def test_unequal_layouts_refuse_at_the_ticket(wire: Wire) -> None:
 
 def test_a_ticket_that_cannot_work_is_refused(wire: Wire) -> None:
     receiver, sender = wire.receiver(ByteStore()), wire.sender(ByteStore())
-    ticket = receiver.open({0: 0}).ticket
+    ticket = receiver.open([{0: 0}]).ticket
     for change, named in (
         ({"transfer_id": b"short"}, "transfer_id"),
         ({"epoch": 0}, "epoch"),
-        ({"wanted_blocks": (1, 1)}, "wanted_blocks"),
-        ({"wanted_blocks": (-1, 0)}, "wanted_blocks"),
+        ({"wanted_blocks": ((1, 1),)}, "wanted_blocks"),
+        ({"wanted_blocks": ((-1, 0),)}, "wanted_blocks"),
         ({"credit_bytes": BLOCK - 1}, "credit_bytes"),
         ({"endpoint": "nowhere"}, "endpoint"),
     ):
@@ -389,7 +388,7 @@ def test_a_ticket_that_cannot_work_is_refused(wire: Wire) -> None:
     with pytest.raises(TransferError, match="already being sent"):
         sender.open(ticket)
     with pytest.raises(TransferError, match="in use"):
-        receiver.open({0: 0}, ticket.transfer_id)
+        receiver.open([{0: 0}], ticket.transfer_id)
 
 
 def test_a_store_that_fails_fails_its_transfer_and_no_other(wire: Wire) -> None:
@@ -399,7 +398,7 @@ def test_a_store_that_fails_fails_its_transfer_and_no_other(wire: Wire) -> None:
     source, target = ByteStore(seed=9), ByteStore()
     receiver, sender = wire.receiver(target), wire.sender(source)
     for store_is_source in (True, False):
-        incoming = receiver.open({0: 0})
+        incoming = receiver.open([{0: 0}])
         outgoing = sender.open(incoming.ticket)
         if store_is_source:
             source.before_gather = fail
@@ -414,7 +413,7 @@ def test_a_store_that_fails_fails_its_transfer_and_no_other(wire: Wire) -> None:
         incoming.abort()
         source.before_gather = target.before_scatter = lambda: None
 
-    incoming = receiver.open({0: 0})
+    incoming = receiver.open([{0: 0}])
     outgoing = sender.open(incoming.ticket)
     put_all(outgoing, range(1))
     outgoing.finish().result(PATIENCE_S)
@@ -427,7 +426,7 @@ def test_closing_either_end_fails_what_is_open_in_under_a_second(wire: Wire) -> 
         source, target = ByteStore(seed=10), ByteStore()
         receiver, sender = wire.receiver(target), wire.sender(source)
         target.before_scatter = lambda: pause(0.005)
-        incoming = receiver.open({block: block for block in range(NUM_BLOCKS)})
+        incoming = receiver.open([{block: block for block in range(NUM_BLOCKS)}])
         outgoing = sender.open(incoming.ticket)
         put_all(outgoing, range(NUM_BLOCKS))
         started = time.monotonic()
@@ -440,7 +439,7 @@ def test_closing_either_end_fails_what_is_open_in_under_a_second(wire: Wire) -> 
             with pytest.raises(TransferError):
                 done.result(0)
         with pytest.raises(TransferError):
-            receiver.open({0: 0})
+            receiver.open([{0: 0}])
         assert_no_open_transfers(sender, receiver)
 
 
@@ -463,7 +462,7 @@ def test_a_hundred_concurrent_transfers_with_faults_leave_nothing_open(wire: Wir
 
     def run(block: int, fate: str, plan: random.Random) -> None:
         # Concurrent transfers own different destination blocks, as a block manager sees to.
-        incoming = receiver.open({block: block})
+        incoming = receiver.open([{block: block}])
         outgoing = send(incoming.ticket, plan)
         if fate == "retried":
             outgoing.abort()

@@ -70,7 +70,7 @@ def test_any_of_many_headers_is_decoded_or_refused(header: bytes) -> None:
         epoch=numbers,
         endpoint=st.text(max_size=80),
         public_key=st.text(max_size=60),
-        wanted_blocks=st.lists(numbers, max_size=10),
+        wanted_blocks=st.lists(st.builds(pb.KvBlocks, blocks=st.lists(numbers, max_size=10)), max_size=3),
         credit_bytes=st.integers(0, 2**63),
     )
 )

@@ -54,7 +54,7 @@ DAMAGED = b"\xff" + PAYLOAD[1:]
 def test_a_good_frame_is_written_and_credited(
     receiver: ZmqReceiver, store: ByteStore, raw_sender: RawSender
 ) -> None:
-    incoming = receiver.open({0: 7, 1: 8})
+    incoming = receiver.open([{0: 7, 1: 8}])
     frame = frame_for(incoming.ticket, 2 * PAYLOAD, layer=1, num_blocks=2)
     raw_sender.send(encode(frame), 2 * PAYLOAD)
     assert raw_sender.reply() == Credit(frame.transfer_id, 1, 2 * BLOCK)
@@ -92,7 +92,7 @@ def test_a_frame_out_of_place_is_dropped_counted_and_rejected(
     payload: bytes,
 ) -> None:
     """Each frame carries the right digest of what it claims, unless the digest is what is wrong."""
-    ticket = receiver.open({0: 0, 1: 1, 5: 5}).ticket
+    ticket = receiver.open([{0: 0, 1: 1, 5: 5}]).ticket
     frame = dataclasses.replace(frame_for(ticket, payload), **change)  # type: ignore[arg-type]
     if "digest" not in change:
         place = (frame.transfer_id, frame.epoch, frame.layer, frame.first_block, frame.num_blocks)
@@ -112,8 +112,8 @@ def test_a_frame_out_of_place_is_dropped_counted_and_rejected(
 def test_a_digest_does_not_verify_in_another_place(
     receiver: ZmqReceiver, store: ByteStore, raw_sender: RawSender, moved: dict[str, int | bytes]
 ) -> None:
-    incoming = receiver.open({0: 0, 1: 1})
-    receiver.open({2: 2}, b"x" * 16)
+    incoming = receiver.open([{0: 0, 1: 1}])
+    receiver.open([{2: 2}], b"x" * 16)
     stolen = frame_for(incoming.ticket, PAYLOAD)
     if "epoch" in moved:
         incoming.reopen()
@@ -128,7 +128,7 @@ def test_a_digest_does_not_verify_in_another_place(
 def test_a_damaged_payload_does_not_block_the_good_one(
     receiver: ZmqReceiver, store: ByteStore, raw_sender: RawSender
 ) -> None:
-    frame = frame_for(receiver.open({0: 0}).ticket, PAYLOAD)
+    frame = frame_for(receiver.open([{0: 0}]).ticket, PAYLOAD)
     raw_sender.send(encode(frame), DAMAGED)
     assert isinstance(raw_sender.reply(), Reject)
     raw_sender.send(encode(frame), PAYLOAD)
@@ -140,7 +140,7 @@ def test_a_damaged_payload_does_not_block_the_good_one(
 def test_a_duplicate_is_counted_and_credited_but_not_written_again(
     receiver: ZmqReceiver, store: ByteStore, raw_sender: RawSender
 ) -> None:
-    ticket = receiver.open({0: 0}).ticket
+    ticket = receiver.open([{0: 0}]).ticket
     for payload in (PAYLOAD, DAMAGED):
         raw_sender.send(encode(frame_for(ticket, payload)), payload)
         assert isinstance(raw_sender.reply(), Credit)
@@ -152,7 +152,7 @@ def test_a_duplicate_is_counted_and_credited_but_not_written_again(
 def test_a_retry_cannot_write_a_block_that_is_complete(
     receiver: ZmqReceiver, store: ByteStore, raw_sender: RawSender
 ) -> None:
-    incoming = receiver.open({0: 0, 1: 1})
+    incoming = receiver.open([{0: 0, 1: 1}])
     for layer in range(LAYOUT.num_layers):
         raw_sender.send(encode(frame_for(incoming.ticket, PAYLOAD, layer=layer)), PAYLOAD)
         assert isinstance(raw_sender.reply(), Credit)
@@ -164,7 +164,9 @@ def test_a_retry_cannot_write_a_block_that_is_complete(
 
 def test_a_frame_looked_up_before_abort_but_accepted_after_it_is_not_written(store: ByteStore) -> None:
     """Fixes the order lookup, abort, accept, which threads would not show reliably."""
-    transfer = KVReceiver(LAYOUT, store, 8 * BLOCK, endpoint="tcp://127.0.0.1:1", public_key="").open({0: 0})
+    transfer = KVReceiver(LAYOUT, store, 8 * BLOCK, endpoint="tcp://127.0.0.1:1", public_key="").open(
+        [{0: 0}]
+    )
     frame = frame_for(transfer.ticket, PAYLOAD)
     transfer.abort()
     with pytest.raises(Dropped) as caught:
@@ -175,13 +177,13 @@ def test_a_frame_looked_up_before_abort_but_accepted_after_it_is_not_written(sto
 
 def test_two_blocks_cannot_be_promised_one_place(receiver: ZmqReceiver) -> None:
     with pytest.raises(InvariantError, match="same physical block"):
-        receiver.open({0: 3, 1: 3})
+        receiver.open([{0: 3, 1: 3}])
 
 
 def test_what_is_no_message_is_counted_and_the_receiver_lives_on(
     receiver: ZmqReceiver, store: ByteStore, raw_sender: RawSender
 ) -> None:
-    good = frame_for(receiver.open({0: 0}).ticket, PAYLOAD)
+    good = frame_for(receiver.open([{0: 0}]).ticket, PAYLOAD)
     malformed: list[tuple[bytes, ...]] = [
         (b"",),
         (b"", b""),
@@ -205,7 +207,7 @@ def test_what_is_no_message_is_counted_and_the_receiver_lives_on(
 def test_a_message_beyond_the_size_limit_ends_its_connection_and_no_other(
     receiver: ZmqReceiver, store: ByteStore, raw_sender: RawSender
 ) -> None:
-    ticket = receiver.open({0: 0}).ticket
+    ticket = receiver.open([{0: 0}]).ticket
     huge = bytes(MAX_FRAME_BYTES + (1 << 16))
     with closing(RawSender(receiver.endpoint)) as attacker:
         attacker.send(encode(frame_for(ticket, huge)), huge)
@@ -219,14 +221,14 @@ def test_a_message_beyond_the_size_limit_ends_its_connection_and_no_other(
 def test_tickets_carry_the_advertised_host() -> None:
     options = ReceiverOptions(advertised_host="decode-0.tandem")
     with closing(ZmqReceiver(LAYOUT, ByteStore(), options)) as receiver:
-        assert receiver.open({0: 0}).ticket.endpoint == receiver.endpoint
+        assert receiver.open([{0: 0}]).ticket.endpoint == receiver.endpoint
         assert receiver.endpoint.startswith("tcp://decode-0.tandem:")
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
 def test_tickets_of_an_ipv6_address_have_brackets() -> None:
     with closing(ZmqReceiver(LAYOUT, ByteStore(), ReceiverOptions("::1"))) as receiver:
-        assert receiver.open({0: 0}).ticket.endpoint.startswith("tcp://[::1]:")
+        assert receiver.open([{0: 0}]).ticket.endpoint.startswith("tcp://[::1]:")
 
 
 def test_a_port_that_is_taken_is_reported(receiver: ZmqReceiver) -> None:
@@ -279,7 +281,7 @@ def test_only_the_client_of_the_tickets_gets_anything_in() -> None:
         assert resident_bytes() - before < 60 << 20
         assert set(receiver.dropped_frames.values()) == {0}
 
-        ticket = receiver.open({0: 7}).ticket
+        ticket = receiver.open([{0: 7}]).ticket
         secret = ticket.client_secret_key.encode()
         known = (ticket.public_key.encode(), zmq.curve_public(secret), secret)
         with closing(RawSender(receiver.endpoint, known)) as peer:
@@ -290,7 +292,7 @@ def test_only_the_client_of_the_tickets_gets_anything_in() -> None:
 
 def test_a_ticket_shows_no_key_when_it_is_logged() -> None:
     with closing(ZmqReceiver(LAYOUT, ByteStore())) as receiver:
-        ticket = receiver.open({0: 7}).ticket
+        ticket = receiver.open([{0: 7}]).ticket
         assert len(ticket.client_secret_key) == 40
         assert ticket.client_secret_key not in repr(ticket)
         assert repr(ticket.transfer_id) not in repr(ticket)

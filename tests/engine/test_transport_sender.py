@@ -66,7 +66,7 @@ def test_transfers_to_one_pod_share_a_connection(raw_receiver: RawReceiver) -> N
     with closing(ZmqSender(LAYOUT, ByteStore(), SenderOptions(curve=False))) as sender:
         for number in range(3):
             transfer_id = bytes([number]) * 16
-            ticket = dataclasses.replace(raw_receiver.ticket, transfer_id=transfer_id, wanted_blocks=(0,))
+            ticket = dataclasses.replace(raw_receiver.ticket, transfer_id=transfer_id, wanted_blocks=((0,),))
             outgoing = sender.open(ticket)
             outgoing.put(0, 0, [0])
             outgoing.put(1, 0, [0])
@@ -79,12 +79,12 @@ def test_transfers_to_one_pod_share_a_connection(raw_receiver: RawReceiver) -> N
 def test_a_connection_is_opened_when_the_peer_has_replied_on_all_others(raw_receiver: RawReceiver) -> None:
     """Otherwise ZeroMQ would serve all of them in one thread."""
     ticket = dataclasses.replace(
-        raw_receiver.ticket, wanted_blocks=tuple(range(10_000)), credit_bytes=1 << 40
+        raw_receiver.ticket, wanted_blocks=(tuple(range(10_000)),), credit_bytes=1 << 40
     )
     options = SenderOptions(curve=False, stall_s=30, num_connections=3)
     with closing(ZmqSender(LAYOUT, ByteStore(), options)) as sender:
         outgoing = sender.open(ticket)
-        blocks = iter(ticket.wanted_blocks)
+        blocks = iter(ticket.wanted_blocks[0])
 
         def send_one() -> None:
             outgoing.put(0, next(blocks), [0])
@@ -147,7 +147,7 @@ def test_a_connection_that_nobody_serves_holds_up_no_transfer() -> None:
         closing(ZmqSender(LAYOUT, source, options)) as sender,
     ):
         for _ in range(3):
-            incoming = receiver.open({block: block for block in range(8)})
+            incoming = receiver.open([{block: block for block in range(8)}])
             outgoing = sender.open(dataclasses.replace(incoming.ticket, endpoint=endpoint))
             for layer, block in itertools.product(range(LAYOUT.num_layers), range(8)):
                 outgoing.put(layer, block, [block])
@@ -166,7 +166,7 @@ def test_every_byte_arrives_over_several_connections() -> None:
         def transfer_all() -> int:
             """The number of connections after a transfer of everything."""
             store.data[:] = 0
-            incoming = receiver.open({block: block for block in range(8)})
+            incoming = receiver.open([{block: block for block in range(8)}])
             assert incoming.ticket.credit_bytes == 3 * DEFAULT_CREDIT_BYTES
             outgoing = sender.open(incoming.ticket)
             for layer, block in itertools.product(range(LAYOUT.num_layers), range(8)):
@@ -214,7 +214,7 @@ def test_without_the_receivers_key_nothing_gets_through(key: str) -> None:
     ):
         assert len(receiver.public_key) == 40
         wrong = zmq.curve_keypair()[0].decode() if key == "another server's" else ""
-        incoming = receiver.open({0: 0})
+        incoming = receiver.open([{0: 0}])
         outgoing = sender.open(dataclasses.replace(incoming.ticket, public_key=wrong))
         outgoing.put(0, 0, [0])
         with pytest.raises(TransferError, match="no credit"):
@@ -238,7 +238,7 @@ def test_a_receiver_that_restarts_on_its_port_is_found_again() -> None:
             target = ByteStore()
             with closing(ZmqReceiver(LAYOUT, target, ReceiverOptions(port=port))) as receiver:
                 port = int(receiver.endpoint.rpartition(":")[2])
-                incoming = receiver.open({0: 3})
+                incoming = receiver.open([{0: 3}])
                 outgoing = sender.open(incoming.ticket)
                 outgoing.put(0, 0, [0])
                 outgoing.put(1, 0, [0])
@@ -251,7 +251,7 @@ def test_an_endpoint_that_resolves_to_nothing_fails_its_transfer_only() -> None:
         closing(ZmqReceiver(LAYOUT, ByteStore(), ReceiverOptions(curve=False))) as receiver,
         closing(ZmqSender(LAYOUT, ByteStore(), SenderOptions(curve=False))) as sender,
     ):
-        ticket = receiver.open({0: 0}).ticket
+        ticket = receiver.open([{0: 0}]).ticket
         bad = sender.open(dataclasses.replace(ticket, endpoint="tcp://127.0.0.1:port"))
         bad.put(0, 0, [0])
         with pytest.raises(TransferError, match="sending to"):
@@ -269,4 +269,4 @@ def test_a_ticket_without_a_key_is_refused() -> None:
         closing(ZmqSender(LAYOUT, ByteStore())) as sender,
         pytest.raises(InvalidRequestError, match=r"public_key.*must not be empty"),
     ):
-        sender.open(receiver.open({0: 0}).ticket)
+        sender.open(receiver.open([{0: 0}]).ticket)

@@ -59,8 +59,8 @@ def scheduled(request: Request, draft: DraftTree | None) -> ScheduledSequence:
     """As in the first step (the whole prompt is computed) without a draft, else as in decoding."""
     tokens = request.tokens(0, request.num_tokens)
     if draft is None:
-        return ScheduledSequence(request, (0,), 0, tuple(tokens), None, True)
-    return ScheduledSequence(request, (0,), len(tokens) - 1, (tokens[-1], *draft.token_ids), draft, True)
+        return ScheduledSequence(request, ((0,),), 0, tuple(tokens), None, True)
+    return ScheduledSequence(request, ((0,),), len(tokens) - 1, (tokens[-1], *draft.token_ids), draft, True)
 
 
 def rows_for(sequence: ScheduledSequence, target: Target) -> list[torch.Tensor]:
@@ -228,7 +228,9 @@ def test_a_mixed_batch_gives_each_sequence_its_own_rows() -> None:
         sequences.append(scheduled(request, draft))
         rows.extend(rows_for(sequences[-1], target))
         # a prefill chunk that is not the last owns no rows
-        sequences.append(ScheduledSequence(Request(f"p{i}", [1] * 8, params), (0,), 0, (1,) * 4, None, False))
+        sequences.append(
+            ScheduledSequence(Request(f"p{i}", [1] * 8, params), ((0,),), 0, (1,) * 4, None, False)
+        )
     batch = Batch(tuple(sequences))
     assert Verifier().verify(batch, torch.stack(rows)) == alone
 

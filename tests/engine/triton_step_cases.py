@@ -71,7 +71,7 @@ def make_batch(rng: random.Random, *, with_chunk: bool) -> Batch:
         token_ids = (rng.randrange(VOCABULARY), *(draft.token_ids if draft else (5,) * (n - 1)))
         blocks = tuple(range(b * BLOCKS_EACH, b * BLOCKS_EACH + -(-(start + n) // BLOCK_SIZE)))
         request = Request("r", [1] * (start + 1), SamplingParams())
-        sequences.append(ScheduledSequence(request, blocks, start, token_ids, draft, True))
+        sequences.append(ScheduledSequence(request, (blocks,), start, token_ids, draft, True))
     return Batch(tuple(sequences))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from kv_groups import kv_group
 from tandem_engine.transport.layout import KVLayout
 
 # A frame of one block is 128 KiB: ZeroMQ copies messages below 64 KiB at once.
@@ -11,19 +12,17 @@ LAYOUT = KVLayout(
     model_revision="abc",
     dtype="bfloat16",
     kv_quantization="none",
-    num_layers=2,
-    num_kv_heads=8,
-    head_size=64,
+    groups=(kv_group(range(2), 8, 64),),
     block_size=64,
     rope="theta=10000.0",
 )
-BLOCK = LAYOUT.block_bytes
+BLOCK = LAYOUT.max_block_bytes
 NUM_BLOCKS = 8
 
 
 def caches(seed: int | None = None, device: str = "cpu") -> list[torch.Tensor]:
     """Zeros, or random bytes."""
-    shape = (NUM_BLOCKS + 1, 2, LAYOUT.num_kv_heads, LAYOUT.block_size, LAYOUT.head_size)
+    shape = (NUM_BLOCKS + 1, 2, 8, LAYOUT.block_size, 64)
     size = (LAYOUT.num_layers, 2 * int(np.prod(shape)))
     made = (
         np.zeros(size, np.uint8)

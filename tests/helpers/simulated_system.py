@@ -37,7 +37,7 @@ from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import SamplingParams
 from tandem_core.step_cost import StepCost
 from tandem_engine.batch import Batch
-from tandem_engine.block_manager import BlockManager
+from tandem_engine.block_manager import BlockGroup, BlockManager
 from tandem_engine.draft_source import Emitted, Likeliest
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine, StepOutput
@@ -237,7 +237,7 @@ class SimulatedPod:
 
     def __init__(self, clock: VirtualTime, spec: PodSpec, speed: Speed, seed: int) -> None:
         self._clock, self._spec = clock, spec
-        blocks = BlockManager(spec.num_blocks, spec.block_size)
+        blocks = BlockManager([BlockGroup(spec.num_blocks)], spec.block_size)
         config = SchedulerConfig(
             max_model_len=spec.num_blocks * spec.block_size,
             max_batch=spec.max_batch,

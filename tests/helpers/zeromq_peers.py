@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import zmq
+from kv_groups import kv_group
 from tandem_engine.transport.base import MAX_FRAME_BYTES, Ticket
 from tandem_engine.transport.codec import Frame, Message, decode, digest, encode
 from tandem_engine.transport.layout import KVLayout
@@ -14,13 +15,11 @@ LAYOUT = KVLayout(
     model_revision="abc",
     dtype="float16",
     kv_quantization="none",
-    num_layers=2,
-    num_kv_heads=1,
-    head_size=8,
+    groups=(kv_group(range(2), 1, 8),),
     block_size=16,
     rope="theta=10000.0",
 )
-BLOCK = LAYOUT.block_bytes
+BLOCK = LAYOUT.max_block_bytes
 WAIT_MS = 5000
 
 
@@ -83,7 +82,7 @@ class RawReceiver:
             public_key="",
             layout_fingerprint=LAYOUT.fingerprint,
             layout_description=LAYOUT.description,
-            wanted_blocks=tuple(range(8)),
+            wanted_blocks=(tuple(range(8)),),
             credit_bytes=8 * BLOCK,
         )
         self.peers: set[bytes] = set()

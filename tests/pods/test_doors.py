@@ -95,7 +95,7 @@ async def test_kv_goes_to_the_callers_host_only(tiny_model: Path, endpoint: str)
             public_key="x" * 40,
             layout_fingerprint=fleet.layout.fingerprint,
             layout_description=fleet.layout.description,
-            wanted_blocks=[0],
+            wanted_blocks=[prefill_pb2.KvBlocks(blocks=[0])],
             credit_bytes=1 << 20,
         )
         message = prefill_pb2.PrefillRequest(request_id="r", prompt_token_ids=prompt_of(200), ticket=ticket)
@@ -119,7 +119,7 @@ async def test_a_pod_copies_no_more_than_a_context_has(tiny_model: Path) -> None
             public_key="x" * 40,
             layout_fingerprint=fleet.layout.fingerprint,
             layout_description=fleet.layout.description,
-            wanted_blocks=range(most),
+            wanted_blocks=[prefill_pb2.KvBlocks(blocks=range(most))],
             credit_bytes=1 << 20,
         )
         many_blocks = prefill_pb2.PrefillRequest(request_id="r", prompt_token_ids=[5], ticket=ticket)

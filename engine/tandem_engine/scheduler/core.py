@@ -53,6 +53,11 @@ class Scheduler:
     """Owns every request, and its blocks, from `add` or `reserve` until it is finished."""
 
     def __init__(self, block_manager: BlockManager, config: SchedulerConfig) -> None:
+        if block_manager.has_windows and config.chunk_size > block_manager.max_step_tokens:
+            raise ValueError(
+                f"chunk_size ({config.chunk_size}) must not be more than the {block_manager.max_step_tokens} "
+                "tokens per step for which groups with a window have blocks"
+            )
         self.config = config
         self._blocks = block_manager
         self._queues = RequestQueues(block_manager, config)
@@ -84,8 +89,19 @@ class Scheduler:
             return None
         block_ids = self._blocks.block_ids(request.request_id)
         num_cached = request.num_computed_tokens
-        wanted = tuple(range(self._blocks.blocks_for(num_cached), len(block_ids)))
+        first = self._blocks.blocks_for(num_cached)
+        wanted = tuple(
+            tuple(i for i in range(first, len(ids)) if self._blocks.is_block(group, ids[i]))
+            for group, ids in enumerate(block_ids)
+        )
         return Reservation(block_ids, num_cached, wanted)
+
+    def num_received(self, request: Request, missing_blocks: Sequence[Sequence[int]]) -> int:
+        """Tokens of a reservation from which the rest can be computed here, when these logical blocks of each
+        group did not arrive."""
+        if not self._queues.is_reserved(request):
+            raise InvariantError(f"request {request.request_id} has no reservation to adopt")
+        return self._blocks.num_received(request, missing_blocks)
 
     def adopt(
         self, request: Request, num_computed_tokens: int, first_token: tuple[int, ...] | None
@@ -113,10 +129,11 @@ class Scheduler:
         if not first_token:
             # One token is left to compute even if all KV came: its logits did not.
             request.num_computed_tokens = min(num_computed_tokens, num_tokens - 1)
-            self._blocks.commit(request)
+            self._blocks.end_transfer(request)
+            self._computed(request)
             return None
         request.num_computed_tokens = num_computed_tokens
-        self._blocks.commit(request)
+        self._computed(request)
         update = append_tokens(request, first_token, self.config.max_model_len)
         if update.finished:
             self._retire(request)
@@ -199,7 +216,7 @@ class Scheduler:
         for sequence in batch.sequences:
             if not sequence.samples and sequence.request.status is RequestStatus.RUNNING:
                 sequence.request.num_computed_tokens = sequence.start + sequence.num_new_tokens
-                self._blocks.commit(sequence.request)
+                self._computed(sequence.request)
         return [self._apply(s, v) for s, v in zip(sampling, verified, strict=True)]
 
     # -- accounting -----------------------------------------------------------------------------------
@@ -257,14 +274,14 @@ class Scheduler:
         longest, size = token_limit(request, max_model_len) - 1, self._blocks.block_size
         # Beams share the full blocks of the prompt.
         shared = (request.num_places - 1) * (request.num_prompt_tokens // size)
-        num_blocks = request.num_places * self._blocks.blocks_for(longest) - shared
-        if num_blocks <= self._blocks.num_blocks:
+        most = self._blocks.max_tokens(request.num_places, shared) + 1
+        if longest < most:
             return
-        most = (self._blocks.num_blocks + shared) // request.num_places * size + 1
         if longest + 1 == max_model_len and most > request.num_tokens:
             request.shorten(most - request.num_prompt_tokens)
         else:
             of_beams = f" of each of {request.num_places} beams" if request.search is not None else ""
+            num_blocks = request.num_places * self._blocks.blocks_for(longest) - shared
             raise CapacityError(
                 f"prompt and max_tokens{of_beams} need KV for {longest} tokens, {num_blocks} blocks of "
                 f"{size}, but this pod holds {self._blocks.num_blocks * size}: lower max_tokens, shorten the "
@@ -283,7 +300,7 @@ class Scheduler:
         # step needs the logits of its last token again.
         most = request.num_tokens - (not verified.token_ids)
         request.num_computed_tokens = min(sequence.start + num_valid, most)
-        self._blocks.commit(request)
+        self._computed(request)
         if update.finished:
             self._retire(request)
         else:
@@ -299,10 +316,16 @@ class Scheduler:
         request.num_computed_tokens = sequence.start + sequence.num_new_tokens
         if is_prompt:  # what beams generate is not findable
             self._blocks.commit(request)
+        self._blocks.slide(request)
         update = advance_beams(request, search)
         if update.finished:
             self._retire(request)
         return update
+
+    def _computed(self, request: Request) -> None:
+        """More of its tokens are computed."""
+        self._blocks.commit(request)
+        self._blocks.slide(request)
 
     def _end_step(self, batch: Batch) -> None:
         """The step is over: blocks of requests that finished during it can be reused."""

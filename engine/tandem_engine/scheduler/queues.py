@@ -18,6 +18,7 @@ later ones; of these only requests that already hold blocks may pass it.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from tandem_engine.block_manager import BlockManager
@@ -28,6 +29,8 @@ from tandem_engine.scheduler.config import PromptWork, RequestCounts, SchedulerC
 _MUCH_EARLIER_S = 10.0
 
 _Order: TypeAlias = tuple[float, int]
+#: Allocates the rest of a request's blocks while so many of each group stay free.
+_Allocate: TypeAlias = Callable[[Request, Sequence[int]], bool]
 
 
 def _num_places(requests: list[Request]) -> int:
@@ -79,7 +82,8 @@ class RequestQueues:
         short = self._short_of_blocks
         if short is not None and self._order(short) < (request.due, self._num_arrivals):
             return False
-        if not (self._make_room(request) if may_preempt else self._allocate_all(request)):
+        room = self._make_room if may_preempt else self._allocate_all
+        if not room(request, self._blocks.allocate_transfer):
             return False
         self._register(request)
         request.status = RequestStatus.WAITING_FOR_KV
@@ -129,7 +133,7 @@ class RequestQueues:
             if joining is ready:
                 self._ready.pop(0)
             else:
-                head_fits = self._make_room(joining)
+                head_fits = self._make_room(joining, self._blocks.allocate_known)
                 if not head_fits:
                     self._short_of_blocks = joining
                     continue
@@ -160,37 +164,35 @@ class RequestQueues:
         request.status = RequestStatus.WAITING
         insort(self._ready, request, key=self._order)
 
-    def _make_room(self, request: Request) -> bool:
+    def _make_room(self, request: Request, allocate: _Allocate) -> bool:
         """Allocates all blocks, if need be those of requests that are due much later. False takes none."""
-        if self._allocate_all(request):
+        if self._allocate_all(request, allocate):
             return True
         holders = [r for r in self._running + self._ready if r.due > request.due + _MUCH_EARLIER_S]
         # An upper bound, without what is cached: nothing is preempted for a request that still may not fit.
-        missing = self._blocks.blocks_for(request.num_tokens) + _num_places(self._running + self._ready)
-        held = sum([self._blocks.num_held(r.request_id) for r in holders])
-        if missing > self._blocks.num_free_blocks + held:
+        demand, growth = self._blocks.demand(request), self._blocks.growth(self._running + self._ready)
+        could_free = self._blocks.could_free(holders)
+        if any(d + g > free for d, g, free in zip(demand, growth, could_free, strict=True)):
             return False
         holders.sort(key=self._order)
         while holders:
             self._preempt(holders.pop())
-            if self._allocate_all(request):
+            if self._allocate_all(request, allocate):
                 return True
         return False  # their blocks are shared with others
 
-    def _allocate_all(self, request: Request) -> bool:
+    def _allocate_all(self, request: Request, allocate: _Allocate) -> bool:
         """Adopt what is cached and allocate the rest of all known tokens; False changes nothing.
 
-        One block per sequence that runs or soon will must stay free, or admitting one more would soon
+        What the sequences that run or soon will need next must stay free, or admitting one more would soon
         preempt it again.
         """
-        cached = self._blocks.match_prefix(request)
-        missing = self._blocks.blocks_for(request.num_tokens) - self._blocks.blocks_for(cached)
-        spare = _num_places(self._running + self._ready)
-        if missing + spare > self._blocks.num_free_blocks:
+        keep_free = self._blocks.growth(self._running + self._ready)
+        cached = request.num_computed_tokens = self._blocks.match_prefix(request)
+        if not allocate(request, keep_free):
             self._blocks.free(request)
+            request.num_computed_tokens = 0
             return False
-        self._blocks.allocate(request, request.num_tokens)
-        request.num_computed_tokens = cached
         if request.num_preemptions == 0:
             request.num_cached_tokens = cached
         return True

@@ -62,7 +62,7 @@ def fit_draft(blocks: BlockManager, request: Request, budget: int, max_model_len
         len(draft),
         budget,
         max_model_len - request.num_tokens,
-        blocks.num_allocatable_tokens(request.request_id) - request.num_tokens,
+        blocks.num_allocatable_tokens(request) - request.num_tokens,
     )
     if size <= 0:
         return None

@@ -26,6 +26,7 @@ import enum
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -90,8 +91,8 @@ class Ticket:
     public_key: str
     layout_fingerprint: str
     layout_description: str
-    #: Logical block indices still wanted, ascending.
-    wanted_blocks: tuple[int, ...]
+    #: Of each group of the layout the logical block indices still wanted, ascending.
+    wanted_blocks: tuple[tuple[int, ...], ...]
     #: Payload bytes that may be in flight at once.
     credit_bytes: int
     #: Z85 CURVE key of the client that the receiver lets in; empty when its transport does not encrypt.
@@ -104,23 +105,24 @@ class Ticket:
             )
         if self.epoch < 1:
             raise InvalidRequestError("ticket.epoch", f"{self.epoch}, must be at least 1")
-        if any(a >= b for a, b in zip(self.wanted_blocks, self.wanted_blocks[1:], strict=False)):
-            raise InvalidRequestError("ticket.wanted_blocks", "must be ascending, without repeats")
-        if self.wanted_blocks and self.wanted_blocks[0] < 0:
-            raise InvalidRequestError("ticket.wanted_blocks", "must not be negative")
+        for blocks in self.wanted_blocks:
+            if any(a >= b for a, b in pairwise(blocks)):
+                raise InvalidRequestError("ticket.wanted_blocks", "must be ascending, without repeats")
+            if blocks and blocks[0] < 0:
+                raise InvalidRequestError("ticket.wanted_blocks", "must not be negative")
 
 
 @dataclass(frozen=True)
 class TransferProgress:
     """How far an incoming transfer is."""
 
-    #: (layer, block) pairs verified and written in any epoch, of how many.
-    verified_pairs: int
-    total_pairs: int
-    #: Pairs received in this epoch. A retry sends every layer of its blocks.
-    received_pairs: int
-    #: Logical indices of the blocks that have every layer, ascending.
-    complete_blocks: tuple[int, ...]
+    #: Verified and written in any epoch, of how many.
+    verified_bytes: int
+    total_bytes: int
+    #: Received in this epoch. A retry sends every layer of its blocks.
+    received_bytes: int
+    #: Of each group the logical indices of the blocks that lack a layer, ascending.
+    missing_blocks: tuple[tuple[int, ...], ...]
 
 
 class Mark(Protocol):
@@ -145,7 +147,8 @@ class PendingRead(Protocol):
 
 
 class BlockStore(Protocol):
-    """A pod's KV blocks as bytes. Called from the transport's thread, `mark` from any."""
+    """A pod's KV blocks as bytes. A layer's block ids are those of its group. Called from the transport's
+    thread, `mark` from any."""
 
     @property
     def max_frame_bytes(self) -> int:
@@ -158,7 +161,7 @@ class BlockStore(Protocol):
         self, layer: int, block_ids: Sequence[int], after: object | None = None
     ) -> memoryview | ByteArray | PendingRead:
         """The bytes of these physical blocks once the computation has passed the mark `after`, in order:
-        contiguous, `len(block_ids) * block_bytes` long.
+        contiguous, `len(block_ids) * block_bytes[layer]` long.
 
         The result may alias the pool: the digest detects a block that changes on the way.
         """

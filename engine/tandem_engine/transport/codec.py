@@ -29,6 +29,7 @@ class Frame:
 
     transfer_id: bytes
     epoch: int
+    #: Of the model; it tells the group.
     layer: int
     #: Logical index of the first block.
     first_block: int
@@ -121,7 +122,8 @@ def decode(header: bytes) -> Message:
 
 
 def ticket_to_proto(ticket: Ticket) -> pb.KvTicket:
-    return pb.KvTicket(**vars(ticket))
+    fields = vars(ticket) | {"wanted_blocks": [pb.KvBlocks(blocks=own) for own in ticket.wanted_blocks]}
+    return pb.KvTicket(**fields)
 
 
 def ticket_from_proto(message: pb.KvTicket) -> Ticket:
@@ -132,7 +134,7 @@ def ticket_from_proto(message: pb.KvTicket) -> Ticket:
         public_key=message.public_key,
         layout_fingerprint=message.layout_fingerprint,
         layout_description=message.layout_description,
-        wanted_blocks=tuple(message.wanted_blocks),
+        wanted_blocks=tuple(tuple(own.blocks) for own in message.wanted_blocks),
         credit_bytes=message.credit_bytes,
         client_secret_key=message.client_secret_key,
     )

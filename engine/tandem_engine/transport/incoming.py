@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -43,50 +43,69 @@ class Dropped(Exception):  # noqa: N818 (control flow, not an error)
         self.cause = cause
 
 
+class _GroupBlocks:
+    """The destination's blocks of a group; `verified[index[layer], row]` says what is written, `row` counting
+    the wanted blocks."""
+
+    def __init__(self, layers: Sequence[int], block_bytes: int, dest: Mapping[int, int]) -> None:
+        blocks = sorted(dest)
+        #: Of one layer.
+        self.block_bytes = block_bytes
+        self.physical = tuple(dest[block] for block in blocks)
+        self.row = {block: row for row, block in enumerate(blocks)}
+        self.index = {layer: i for i, layer in enumerate(layers)}
+        self.verified: npt.NDArray[np.bool_] = np.zeros((len(layers), len(blocks)), dtype=bool)
+        # Received in this epoch. A retry resends whole blocks, so a layer verified in an earlier epoch comes
+        # again without being a duplicate.
+        self.seen = np.zeros_like(self.verified)
+        self.wanted: npt.NDArray[np.bool_] = np.ones(len(blocks), dtype=bool)
+
+    def complete_rows(self) -> npt.NDArray[np.bool_]:
+        return np.asarray(self.verified.all(axis=0), dtype=np.bool_)
+
+    def missing(self) -> tuple[int, ...]:
+        """Logical blocks that lack a layer."""
+        complete = self.complete_rows()
+        return tuple(block for block, row in self.row.items() if not complete[row])
+
+
 class IncomingTransfer(Transfer):
-    """One transfer; `_verified[layer, row]` says what is written, `row` counting the destination's blocks."""
+    """One transfer."""
 
     def __init__(
         self,
         layout: KVLayout,
         store: BlockStore,
         ticket: Ticket,
-        dest: Mapping[int, int],
+        dest: Sequence[Mapping[int, int]],
         on_final: Callable[[bytes], None],
     ) -> None:
-        super().__init__(
-            ticket, TransferState.BOOTSTRAPPING if ticket.wanted_blocks else TransferState.SUCCESS
-        )
+        super().__init__(ticket, TransferState.BOOTSTRAPPING if any(dest) else TransferState.SUCCESS)
         self._layout = layout
         self._store = store
-        self._blocks = ticket.wanted_blocks
-        self._max_frame_bytes = max(MAX_FRAME_BYTES, layout.block_bytes)
+        self._max_frame_bytes = max(MAX_FRAME_BYTES, layout.max_block_bytes)
         # What was launched for the blocks' former owners comes before the first write.
         self._after = store.mark()
         #: Waits for the writes that a device has not finished.
         self._wait_written: Callable[[], None] | None = None
-        self._physical = tuple(dest[block] for block in self._blocks)
-        self._row = {block: row for row, block in enumerate(self._blocks)}
-        self._verified: npt.NDArray[np.bool_] = np.zeros((layout.num_layers, len(self._blocks)), dtype=bool)
-        # Received in this epoch. A retry resends whole blocks, so a layer verified in an earlier epoch comes
-        # again without being a duplicate.
-        self._seen = np.zeros_like(self._verified)
-        self._wanted: npt.NDArray[np.bool_] = np.ones(len(self._blocks), dtype=bool)
+        self._groups = [
+            _GroupBlocks(group.layers, layout.block_bytes[group.layers[0]], own)
+            for group, own in zip(layout.groups, dest, strict=True)
+        ]
         self._on_final = on_final
         self._lock = threading.Lock()
         #: Set without the lock, which is not fair: a thread that writes frame after frame could keep it.
         self._is_failing = False
-        if not self._blocks:
+        if not any(dest):
             self._done.set_result(None)
 
     def progress(self) -> TransferProgress:
         with self._lock:
-            complete = self._complete_rows()
             return TransferProgress(
-                int(self._verified.sum()),
-                self._verified.size,
-                int(self._seen.sum()),
-                tuple(block for block, row in self._row.items() if complete[row]),
+                sum(int(group.verified.sum()) * group.block_bytes for group in self._groups),
+                sum(group.verified.size * group.block_bytes for group in self._groups),
+                sum(int(group.seen.sum()) * group.block_bytes for group in self._groups),
+                tuple([group.missing() for group in self._groups]),
             )
 
     def reopen(self) -> Ticket:
@@ -97,19 +116,16 @@ class IncomingTransfer(Transfer):
         with self._lock:
             if self._state is TransferState.FAILED:
                 raise TransferError("an aborted transfer cannot be reopened; open a new one")
-            complete = self._complete_rows()
-            missing = tuple(block for block, row in self._row.items() if not complete[row])
+            missing = tuple([group.missing() for group in self._groups])
             self._ticket = dataclasses.replace(
                 self._ticket, epoch=self._ticket.epoch + 1, wanted_blocks=missing
             )
-            self._seen[:] = False
-            self._wanted = ~complete
-            if missing:
+            for group in self._groups:
+                group.seen[:] = False
+                group.wanted = ~group.complete_rows()
+            if any(missing):
                 self._state = TransferState.BOOTSTRAPPING
             return self._ticket
-
-    def _complete_rows(self) -> npt.NDArray[np.bool_]:
-        return np.asarray(self._verified.all(axis=0), dtype=np.bool_)
 
     def abort(self) -> None:
         """Ends the transfer at once; idempotent. After it returns, no byte of the transfer is written."""
@@ -126,21 +142,22 @@ class IncomingTransfer(Transfer):
                 try:
                     self._wait_written()
                 except Exception:
-                    self._verified[:] = False  # what the device has written is unknown
+                    for group in self._groups:  # what the device has written is unknown
+                        group.verified[:] = False
         self._on_final(self._ticket.transfer_id)
         self._done.set_exception(error)
 
     def accept(self, frame: Frame, payload: memoryview) -> None:
         """Checks and writes one frame; raises Dropped, or what the store raises."""
         with self._lock:
-            rows = self._check(frame, payload)
-            ids = self._physical[rows.start : rows.stop]
+            group, rows = self._check(frame, payload)
+            ids = group.physical[rows.start : rows.stop]
             self._wait_written = self._store.scatter(frame.layer, ids, payload, self._after)
-            self._verified[frame.layer, rows] = True
-            self._seen[frame.layer, rows] = True
-            # Not `_verified`: a retry sends every layer of its blocks. A transfer that ended before the
+            group.verified[group.index[frame.layer], rows] = True
+            group.seen[group.index[frame.layer], rows] = True
+            # Not `verified`: a retry sends every layer of its blocks. A transfer that ended before the
             # last of them would reject the rest and fail a correct sender.
-            complete = bool(self._seen[:, self._wanted].all())
+            complete = all(group.seen[:, group.wanted].all() for group in self._groups)
             if complete and self._wait_written is not None:
                 # The engine launches reads of these blocks after `done`; waiting here is under a millisecond
                 # and spares it a wait of its own.
@@ -150,44 +167,46 @@ class IncomingTransfer(Transfer):
             self._on_final(self._ticket.transfer_id)
             self._done.set_result(None)
 
-    def _check(self, frame: Frame, payload: memoryview) -> slice:
-        """The rows that the frame fills; raises Dropped. The caller holds the lock."""
+    def _check(self, frame: Frame, payload: memoryview) -> tuple[_GroupBlocks, slice]:
+        """The rows of its group that the frame fills; raises Dropped. The caller holds the lock."""
         if self._state.is_final or self._is_failing:
             raise Dropped(DropCause.UNKNOWN, "the transfer has ended")
         if frame.epoch != self._ticket.epoch:
             raise Dropped(DropCause.STALE_EPOCH, f"{frame.epoch}, now {self._ticket.epoch}")
-        rows = self._rows(frame)
+        group, rows = self._rows(frame)
         if payload.nbytes > self._max_frame_bytes:
             raise Dropped(DropCause.BAD_LENGTH, f"{payload.nbytes} bytes, at most {self._max_frame_bytes}")
-        if payload.nbytes != frame.num_blocks * self._layout.block_bytes:
+        if payload.nbytes != frame.num_blocks * group.block_bytes:
             raise Dropped(
                 DropCause.BAD_LENGTH,
-                f"{payload.nbytes} bytes for {frame.num_blocks} blocks of {self._layout.block_bytes}",
+                f"{payload.nbytes} bytes for {frame.num_blocks} blocks of {group.block_bytes}",
             )
-        if self._seen[frame.layer, rows].any():
+        if group.seen[group.index[frame.layer], rows].any():
             raise Dropped(DropCause.DUPLICATE, "written before")
         expected = digest(
             frame.transfer_id, frame.epoch, frame.layer, frame.first_block, frame.num_blocks, payload
         )
         if not secrets.compare_digest(expected, frame.digest):
             raise Dropped(DropCause.BAD_DIGEST, f"layer {frame.layer}, block {frame.first_block}")
-        return rows
+        return group, rows
 
-    def _rows(self, frame: Frame) -> slice:
+    def _rows(self, frame: Frame) -> tuple[_GroupBlocks, slice]:
         """Rows of the frame's blocks; consecutive wanted blocks have consecutive rows."""
         where = f"layer {frame.layer}, {frame.num_blocks} blocks from {frame.first_block}"
-        first = self._row.get(frame.first_block)
-        last = self._row.get(frame.first_block + frame.num_blocks - 1)
+        if frame.layer not in self._layout.group_of:
+            raise Dropped(DropCause.BAD_RANGE, where)
+        group = self._groups[self._layout.group_of[frame.layer]]
+        first = group.row.get(frame.first_block)
+        last = group.row.get(frame.first_block + frame.num_blocks - 1)
         if (
-            frame.layer >= self._layout.num_layers
-            or frame.num_blocks < 1
+            frame.num_blocks < 1
             or first is None
             or last is None
             or last - first != frame.num_blocks - 1
-            or not self._wanted[first : last + 1].all()
+            or not group.wanted[first : last + 1].all()
         ):
             raise Dropped(DropCause.BAD_RANGE, where)
-        return slice(first, last + 1)
+        return group, slice(first, last + 1)
 
 
 class KVReceiver:
@@ -208,7 +227,7 @@ class KVReceiver:
         self.public_key = public_key
         self._client_secret_key = client_secret_key
         # A frame holds at least one block: with less credit nothing could be sent.
-        self._credit_bytes = max(credit_bytes, layout.block_bytes)
+        self._credit_bytes = max(credit_bytes, layout.max_block_bytes)
         self._layout = layout
         self._store = store
         self._lock = threading.Lock()
@@ -216,14 +235,15 @@ class KVReceiver:
         self._closed = False
         self._dropped = dict.fromkeys(DropCause, 0)
 
-    def open(self, dest: Mapping[int, int], transfer_id: bytes | None = None) -> IncomingTransfer:
-        """Expects blocks: `dest` maps each wanted logical block of the prompt to a physical block.
+    def open(self, dest: Sequence[Mapping[int, int]], transfer_id: bytes | None = None) -> IncomingTransfer:
+        """Expects blocks: `dest` maps, for each group, every wanted logical block of the prompt to a physical
+        block.
 
-        With an empty `dest` the transfer is complete at once. Without `transfer_id` (16 bytes) a random one
+        Without wanted blocks the transfer is complete at once. Without `transfer_id` (16 bytes) a random one
         is drawn. Raises TransferError when the id is in use or the receiver is closed, InvariantError when
         two logical blocks share a physical one.
         """
-        if len(set(dest.values())) < len(dest):
+        if any(len(set(own.values())) < len(own) for own in dest):
             raise InvariantError("two logical blocks were given the same physical block")
         ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES) if transfer_id is None else transfer_id,
@@ -232,7 +252,7 @@ class KVReceiver:
             public_key=self.public_key,
             layout_fingerprint=self._layout.fingerprint,
             layout_description=self._layout.description,
-            wanted_blocks=tuple(sorted(dest)),
+            wanted_blocks=tuple(tuple(sorted(own)) for own in dest),
             credit_bytes=self._credit_bytes,
             client_secret_key=self._client_secret_key,
         )
@@ -242,7 +262,7 @@ class KVReceiver:
                 raise TransferError("the KV receiver is closed")
             if ticket.transfer_id in self._transfers:
                 raise TransferError("this transfer id is already in use")
-            if ticket.wanted_blocks:
+            if any(ticket.wanted_blocks):
                 self._transfers[ticket.transfer_id] = transfer
         return transfer
 

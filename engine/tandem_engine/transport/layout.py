@@ -7,13 +7,18 @@ compares it with its own before it sends anything.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import prod
 
 import xxhash
 from tandem_core.errors import InvariantError, LayoutMismatchError
+from tandem_core.model.spec import CacheGroup
 
-#: Incremented when the bytes on the wire change meaning: header fields, digest, order within a block.
-WIRE_VERSION = 1
+#: Incremented when the bytes on the wire or the tickets change meaning: header fields, digest, order within a
+#: block. 2: tickets name the wanted blocks of each group of layers.
+WIRE_VERSION = 2
 
 #: Bytes per stored element, by the name torch gives the dtype.
 ELEMENT_BYTES = {
@@ -34,18 +39,18 @@ _SHOWN = 2048
 class KVLayout:
     """The meaning of one KV block's bytes.
 
-    A block of one layer is `[2, num_kv_heads, block_size, head_size]` of `dtype`: keys, then values.
+    A block of one layer has the parts of its group one after the other, a part of `[heads, size]` per token
+    as `[heads, block_size, size]`.
     """
 
     #: Hash of the source weights: the same shape with other weights is another layout.
     model_revision: str
-    #: Stored element type, as torch names it, e.g. "bfloat16".
+    #: Stored element type of parts of type "kv", as torch names it, e.g. "bfloat16".
     dtype: str
     #: How elements map to real numbers: "none", or the quantization scheme's name.
     kv_quantization: str
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
+    #: Every layer is in one of them, so a frame's layer tells the group.
+    groups: tuple[CacheGroup, ...]
     #: Tokens per block.
     block_size: int
     #: The RoPE parameters as text, e.g. "theta=100000.0,scaling=none"; keys are stored rotated.
@@ -55,22 +60,51 @@ class KVLayout:
     wire_version: int = WIRE_VERSION
 
     def __post_init__(self) -> None:
-        if self.dtype not in ELEMENT_BYTES:
-            raise InvariantError(f"KV dtype {self.dtype!r} is not one of {', '.join(ELEMENT_BYTES)}")
-        if min(self.num_layers, self.num_kv_heads, self.head_size, self.block_size) < 1:
+        parts = [part for group in self.groups for part in group.parts]
+        for dtype in [self.dtype, *(part.dtype for part in parts if part.dtype != "kv")]:
+            if dtype not in ELEMENT_BYTES:
+                raise InvariantError(f"KV dtype {dtype!r} is not one of {', '.join(ELEMENT_BYTES)}")
+        if not parts or min(self.block_size, *(size for part in parts for size in part.shape)) < 1:
             raise InvariantError("a KV layout's sizes are positive")
-        if any(";" in str(value) for value in asdict(self).values()):
+        if sorted(self.group_of) != list(range(self.num_layers)) or not self.num_layers:
+            raise InvariantError("a KV layout has every layer in one group")
+        if any(";" in value for _, value in self._texts()):
             raise InvariantError("a KV layout's fields may not contain ';'")
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one layer of one block."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_size * ELEMENT_BYTES[self.dtype]
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """The number of each layer's group."""
+        return {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
+
+    @cached_property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    @cached_property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block of each layer."""
+        per_token = [
+            sum(
+                prod(part.shape) * ELEMENT_BYTES[self.dtype if part.dtype == "kv" else part.dtype]
+                for part in group.parts
+            )
+            for group in self.groups
+        ]
+        return tuple(self.block_size * per_token[self.group_of[n]] for n in range(self.num_layers))
 
     @property
+    def max_block_bytes(self) -> int:
+        return max(self.block_bytes)
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            yield field.name, " + ".join(map(_group_text, value)) if field.name == "groups" else str(value)
+
+    @cached_property
     def description(self) -> str:
         """The text the fingerprint is computed from, "name=value" joined by "; "."""
-        return "; ".join(f"{name}={value}" for name, value in asdict(self).items())
+        return "; ".join(f"{name}={value}" for name, value in self._texts())
 
     @property
     def fingerprint(self) -> str:
@@ -82,7 +116,7 @@ class KVLayout:
         if other_fingerprint == self.fingerprint:
             return
         other_fingerprint, other_description = other_fingerprint[:_SHOWN], other_description[:_SHOWN]
-        mine = {name: str(value) for name, value in asdict(self).items()}
+        mine = dict(self._texts())
         theirs = dict(part.strip().partition("=")[::2] for part in other_description.split(";"))
         differing = [
             f"{name} (here {mine.get(name, 'absent')}, there {theirs.get(name, 'absent')})"
@@ -95,3 +129,17 @@ class KVLayout:
             f"There: {other_description} [{other_fingerprint}]. "
             "Start both pods with the same model, dtype and block size."
         )
+
+
+def _group_text(group: CacheGroup) -> str:
+    """Such as "window 512 layers 0-4,6-10 k:4x256:kv v:4x256:kv"."""
+    runs: list[list[int]] = []
+    for layer in group.layers:
+        if runs and runs[-1][1] == layer - 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    layers = ",".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
+    parts = [f"{part.name}:{'x'.join(map(str, part.shape))}:{part.dtype}" for part in group.parts]
+    window = [] if group.window is None else [str(group.window)]
+    return " ".join([group.kind, *window, "layers", layers, *parts])

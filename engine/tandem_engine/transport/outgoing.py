@@ -75,14 +75,16 @@ class OutgoingTransfer(Transfer):
         super().__init__(ticket, TransferState.WAITING_FOR_INPUT)
         self._layout = layout
         self._store = store
-        self._row = {block: row for row, block in enumerate(ticket.wanted_blocks)}
-        self._queued = np.zeros((layout.num_layers, len(self._row)), dtype=bool)
-        largest = min(
+        rows = [{block: row for row, block in enumerate(blocks)} for blocks in ticket.wanted_blocks]
+        rows += [{}] * (len(layout.groups) - len(rows))
+        #: Of each layer: the number of each wanted block, and whether it was put.
+        self._rows = [rows[layout.group_of[layer]] for layer in range(layout.num_layers)]
+        self._queued = [np.zeros(len(own), dtype=bool) for own in self._rows]
+        self._largest = min(
             store.max_frame_bytes,
             MAX_FRAME_BYTES,
             ticket.credit_bytes // MIN_FRAMES_IN_FLIGHT,
         )
-        self._max_blocks = max(1, largest // layout.block_bytes)
         self._runs: deque[_Run] = deque()
         self._on_work = on_work
         self._on_final = on_final
@@ -119,6 +121,8 @@ class OutgoingTransfer(Transfer):
         if not 0 <= layer < self._layout.num_layers:
             raise InvariantError(f"layer {layer} of {self._layout.num_layers} was put")
         after = self._store.mark()
+        rows, queued = self._rows[layer], self._queued[layer]
+        max_blocks = max(1, self._largest // self._layout.block_bytes[layer])
         with self._lock:
             if self._state.is_final:
                 return
@@ -126,12 +130,12 @@ class OutgoingTransfer(Transfer):
                 raise InvariantError("blocks were put after finish()")
             pending: list[int] = []
             for offset, block_id in enumerate(block_ids):
-                row = self._row.get(first_block + offset)
-                is_new = row is not None and not self._queued[layer, row]
+                row = rows.get(first_block + offset)
+                is_new = row is not None and not queued[row]
                 if is_new:
-                    self._queued[layer, row] = True
+                    queued[row] = True
                     pending.append(block_id)
-                if pending and (not is_new or len(pending) == self._max_blocks):
+                if pending and (not is_new or len(pending) == max_blocks):
                     end = first_block + offset + int(is_new)
                     self._runs.append(_Run(layer, end - len(pending), tuple(pending), after))
                     pending = []
@@ -146,9 +150,10 @@ class OutgoingTransfer(Transfer):
         """Nothing more will be put. Returns `done`, which fails if a wanted block was never put."""
         with self._lock:
             self._finishing = True
-            missing = self._queued.size - int(self._queued.sum())
+            total = sum(queued.size for queued in self._queued)
+            missing = total - sum(int(queued.sum()) for queued in self._queued)
         if missing:
-            self.abort(f"{missing} of {self._queued.size} wanted (layer, block) pairs were never put")
+            self.abort(f"{missing} of {total} wanted (layer, block) pairs were never put")
         else:
             self._settle_if_complete()
         return self._done
@@ -221,7 +226,7 @@ class OutgoingTransfer(Transfer):
         with self._lock:
             if not self._runs:
                 return None
-            num_bytes = len(self._runs[0].block_ids) * self._layout.block_bytes
+            num_bytes = len(self._runs[0].block_ids) * self._layout.block_bytes[self._runs[0].layer]
             if self._in_flight_bytes + num_bytes > self._ticket.credit_bytes:
                 return None
             run = self._runs.popleft()
@@ -269,10 +274,15 @@ class KVSender:
         or credit that cannot work, TransferError when the ticket is in use or the sender is closed.
         """
         self._layout.check(ticket.layout_fingerprint, ticket.layout_description)
-        if ticket.credit_bytes < self._layout.block_bytes:
+        if ticket.credit_bytes < self._layout.max_block_bytes:
             raise InvalidRequestError(
                 "ticket.credit_bytes",
-                f"{ticket.credit_bytes}, must be at least one block's {self._layout.block_bytes}",
+                f"{ticket.credit_bytes}, must be at least one block's {self._layout.max_block_bytes}",
+            )
+        if len(ticket.wanted_blocks) > len(self._layout.groups):
+            raise InvalidRequestError(
+                "ticket.wanted_blocks",
+                f"of {len(ticket.wanted_blocks)} groups, the layout has {len(self._layout.groups)}",
             )
         transfer = OutgoingTransfer(self._layout, self._store, ticket, self._on_work, self._forget)
         key = (ticket.transfer_id, ticket.epoch)

@@ -166,7 +166,7 @@ class ZmqReceiver(KVReceiver):
     ) -> None:
         self._worker = _Worker(options.num_connections)
         self._router = self._worker.context.socket(zmq.ROUTER)
-        largest = max(MAX_FRAME_BYTES, layout.block_bytes)
+        largest = max(MAX_FRAME_BYTES, layout.max_block_bytes)
         _configure(self._router, largest + _ENCRYPTION_BYTES)
         self._router.rcvhwm = _RECEIVE_QUEUE
         self._router.sndhwm = _REPLY_QUEUE

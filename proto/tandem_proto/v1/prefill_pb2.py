@@ -25,41 +25,43 @@ _sym_db = _symbol_database.Default()
 from tandem_proto.v1 import common_pb2 as tandem__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtandem_proto/v1/prefill.proto\x12\ttandem.v1\x1a\x1ctandem_proto/v1/common.proto\"\xde\x01\n\x08KvTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x12\n\npublic_key\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x1a\n\x12layout_description\x18\x06 \x01(\t\x12\x19\n\rwanted_blocks\x18\x07 \x03(\rB\x02\x10\x01\x12\x14\n\x0c\x63redit_bytes\x18\x08 \x01(\x04\x12\x19\n\x11\x63lient_secret_key\x18\n \x01(\tJ\x04\x08\t\x10\n\"\x80\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12#\n\x06ticket\x18\x05 \x01(\x0b\x32\x13.tandem.v1.KvTicket\x12\x1c\n\x10output_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x18\n\x0b\x64ue_seconds\x18\x07 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x0e\n\x0c_due_seconds\"z\n\x0fPrefillResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.PrefillProgressH\x00\x12.\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1a.tandem.v1.PrefillFinishedH\x00\x42\x07\n\x05\x65vent\"W\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\x12\x12\n\nsent_bytes\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omputed_layers\x18\x03 \x01(\x04\"\xce\x01\n\x0fPrefillFinished\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12-\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x10\n\x08queue_ns\x18\x04 \x01(\x04\x12\x12\n\ncompute_ns\x18\x05 \x01(\x04\x12\x12\n\nsent_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06pod_id\x18\x07 \x01(\t\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\"\x19\n\x17GetPrefillStatusRequest\"@\n\x18GetPrefillStatusResponse\x12$\n\x06status\x18\x01 \x01(\x0b\x32\x14.tandem.v1.PodStatus\"\x86\x01\n\tKvMessage\x12#\n\x05\x66rame\x18\x01 \x01(\x0b\x32\x12.tandem.v1.KvFrameH\x00\x12%\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.tandem.v1.KvCreditH\x00\x12%\n\x06reject\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KvRejectH\x00\x42\x06\n\x04\x62ody\"u\n\x07KvFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\"=\n\x08KvCredit\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\">\n\x08KvReject\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t2\xb1\x01\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x1a.tandem.v1.PrefillResponse0\x01\x12[\n\x10GetPrefillStatus\x12\".tandem.v1.GetPrefillStatusRequest\x1a#.tandem.v1.GetPrefillStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtandem_proto/v1/prefill.proto\x12\ttandem.v1\x1a\x1ctandem_proto/v1/common.proto\"\xf5\x01\n\x08KvTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x12\n\npublic_key\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x1a\n\x12layout_description\x18\x06 \x01(\t\x12\x14\n\x0c\x63redit_bytes\x18\x08 \x01(\x04\x12\x19\n\x11\x63lient_secret_key\x18\n \x01(\t\x12*\n\rwanted_blocks\x18\x0b \x03(\x0b\x32\x13.tandem.v1.KvBlocksJ\x04\x08\x07\x10\x08J\x04\x08\t\x10\n\"\x1e\n\x08KvBlocks\x12\x12\n\x06\x62locks\x18\x01 \x03(\rB\x02\x10\x01\"\x80\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12#\n\x06ticket\x18\x05 \x01(\x0b\x32\x13.tandem.v1.KvTicket\x12\x1c\n\x10output_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x18\n\x0b\x64ue_seconds\x18\x07 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x0e\n\x0c_due_seconds\"z\n\x0fPrefillResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.PrefillProgressH\x00\x12.\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1a.tandem.v1.PrefillFinishedH\x00\x42\x07\n\x05\x65vent\"W\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\x12\x12\n\nsent_bytes\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omputed_layers\x18\x03 \x01(\x04\"\xce\x01\n\x0fPrefillFinished\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12-\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x10\n\x08queue_ns\x18\x04 \x01(\x04\x12\x12\n\ncompute_ns\x18\x05 \x01(\x04\x12\x12\n\nsent_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06pod_id\x18\x07 \x01(\t\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\"\x19\n\x17GetPrefillStatusRequest\"@\n\x18GetPrefillStatusResponse\x12$\n\x06status\x18\x01 \x01(\x0b\x32\x14.tandem.v1.PodStatus\"\x86\x01\n\tKvMessage\x12#\n\x05\x66rame\x18\x01 \x01(\x0b\x32\x12.tandem.v1.KvFrameH\x00\x12%\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.tandem.v1.KvCreditH\x00\x12%\n\x06reject\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KvRejectH\x00\x42\x06\n\x04\x62ody\"u\n\x07KvFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\"=\n\x08KvCredit\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\">\n\x08KvReject\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t2\xb1\x01\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x1a.tandem.v1.PrefillResponse0\x01\x12[\n\x10GetPrefillStatus\x12\".tandem.v1.GetPrefillStatusRequest\x1a#.tandem.v1.GetPrefillStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem_proto.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVTICKET'].fields_by_name['wanted_blocks']._loaded_options = None
-  _globals['_KVTICKET'].fields_by_name['wanted_blocks']._serialized_options = b'\020\001'
+  _globals['_KVBLOCKS'].fields_by_name['blocks']._loaded_options = None
+  _globals['_KVBLOCKS'].fields_by_name['blocks']._serialized_options = b'\020\001'
   _globals['_PREFILLREQUEST'].fields_by_name['prompt_token_ids']._loaded_options = None
   _globals['_PREFILLREQUEST'].fields_by_name['prompt_token_ids']._serialized_options = b'\020\001'
   _globals['_PREFILLREQUEST'].fields_by_name['output_token_ids']._loaded_options = None
   _globals['_PREFILLREQUEST'].fields_by_name['output_token_ids']._serialized_options = b'\020\001'
   _globals['_KVTICKET']._serialized_start=75
-  _globals['_KVTICKET']._serialized_end=297
-  _globals['_PREFILLREQUEST']._serialized_start=300
-  _globals['_PREFILLREQUEST']._serialized_end=556
-  _globals['_PREFILLRESPONSE']._serialized_start=558
-  _globals['_PREFILLRESPONSE']._serialized_end=680
-  _globals['_PREFILLPROGRESS']._serialized_start=682
-  _globals['_PREFILLPROGRESS']._serialized_end=769
-  _globals['_PREFILLFINISHED']._serialized_start=772
-  _globals['_PREFILLFINISHED']._serialized_end=978
-  _globals['_GETPREFILLSTATUSREQUEST']._serialized_start=980
-  _globals['_GETPREFILLSTATUSREQUEST']._serialized_end=1005
-  _globals['_GETPREFILLSTATUSRESPONSE']._serialized_start=1007
-  _globals['_GETPREFILLSTATUSRESPONSE']._serialized_end=1071
-  _globals['_KVMESSAGE']._serialized_start=1074
-  _globals['_KVMESSAGE']._serialized_end=1208
-  _globals['_KVFRAME']._serialized_start=1210
-  _globals['_KVFRAME']._serialized_end=1327
-  _globals['_KVCREDIT']._serialized_start=1329
-  _globals['_KVCREDIT']._serialized_end=1390
-  _globals['_KVREJECT']._serialized_start=1392
-  _globals['_KVREJECT']._serialized_end=1454
-  _globals['_PREFILLSERVICE']._serialized_start=1457
-  _globals['_PREFILLSERVICE']._serialized_end=1634
+  _globals['_KVTICKET']._serialized_end=320
+  _globals['_KVBLOCKS']._serialized_start=322
+  _globals['_KVBLOCKS']._serialized_end=352
+  _globals['_PREFILLREQUEST']._serialized_start=355
+  _globals['_PREFILLREQUEST']._serialized_end=611
+  _globals['_PREFILLRESPONSE']._serialized_start=613
+  _globals['_PREFILLRESPONSE']._serialized_end=735
+  _globals['_PREFILLPROGRESS']._serialized_start=737
+  _globals['_PREFILLPROGRESS']._serialized_end=824
+  _globals['_PREFILLFINISHED']._serialized_start=827
+  _globals['_PREFILLFINISHED']._serialized_end=1033
+  _globals['_GETPREFILLSTATUSREQUEST']._serialized_start=1035
+  _globals['_GETPREFILLSTATUSREQUEST']._serialized_end=1060
+  _globals['_GETPREFILLSTATUSRESPONSE']._serialized_start=1062
+  _globals['_GETPREFILLSTATUSRESPONSE']._serialized_end=1126
+  _globals['_KVMESSAGE']._serialized_start=1129
+  _globals['_KVMESSAGE']._serialized_end=1263
+  _globals['_KVFRAME']._serialized_start=1265
+  _globals['_KVFRAME']._serialized_end=1382
+  _globals['_KVCREDIT']._serialized_start=1384
+  _globals['_KVCREDIT']._serialized_end=1445
+  _globals['_KVREJECT']._serialized_start=1447
+  _globals['_KVREJECT']._serialized_end=1509
+  _globals['_PREFILLSERVICE']._serialized_start=1512
+  _globals['_PREFILLSERVICE']._serialized_end=1689
 # @@protoc_insertion_point(module_scope)

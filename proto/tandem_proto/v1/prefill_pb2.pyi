@@ -31,9 +31,9 @@ class KvTicket(_message.Message):
     PUBLIC_KEY_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     LAYOUT_DESCRIPTION_FIELD_NUMBER: _builtins.int
-    WANTED_BLOCKS_FIELD_NUMBER: _builtins.int
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     CLIENT_SECRET_KEY_FIELD_NUMBER: _builtins.int
+    WANTED_BLOCKS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """16 random bytes that identify the transfer and authorize writing."""
     epoch: _builtins.int
@@ -50,8 +50,10 @@ class KvTicket(_message.Message):
     client_secret_key: _builtins.str
     """Z85 CURVE secret key of the client that the ingress lets in; empty when CURVE is off."""
     @_builtins.property
-    def wanted_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Logical block indices of the prompt (0 = first block) that the decode pod still wants, ascending."""
+    def wanted_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlocks]:
+        """One for each group of layers of the layout, in its order. Layers with a window want the blocks that the end of the
+        prompt sees.
+        """
 
     def __init__(
         self,
@@ -62,9 +64,9 @@ class KvTicket(_message.Message):
         public_key: _builtins.str = ...,
         layout_fingerprint: _builtins.str = ...,
         layout_description: _builtins.str = ...,
-        wanted_blocks: _abc.Iterable[_builtins.int] | None = ...,
         credit_bytes: _builtins.int = ...,
         client_secret_key: _builtins.str = ...,
+        wanted_blocks: _abc.Iterable[Global___KvBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -73,6 +75,28 @@ class KvTicket(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvTicket: _TypeAlias = KvTicket  # noqa: Y015
+
+@_typing.final
+class KvBlocks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Logical block indices of the prompt (0 = first block) that the decode pod still wants, ascending."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvBlocks: _TypeAlias = KvBlocks  # noqa: Y015
 
 @_typing.final
 class PrefillRequest(_message.Message):
@@ -310,6 +334,7 @@ class KvFrame(_message.Message):
     transfer_id: _builtins.bytes
     epoch: _builtins.int
     layer: _builtins.int
+    """Of the model. The layout says in which group it is, and thereby which blocks and how large they are."""
     first_block: _builtins.int
     """Logical index of the first block, and how many follow it in the payload."""
     num_blocks: _builtins.int

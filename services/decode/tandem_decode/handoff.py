@@ -107,7 +107,6 @@ class Handoff:
         client: PrefillClient,
         peers: PrefillClient,
         *,
-        block_bytes: int,
         vocab_size: int,
     ) -> None:
         self._loop = loop
@@ -115,8 +114,6 @@ class Handoff:
         self._client = client
         #: Calls decode pods, whose certificates have another role.
         self._peers = peers
-        #: Payload bytes of one block in one layer.
-        self._block_bytes = block_bytes
         self._vocab_size = vocab_size
         self._ending: set[asyncio.Task[None]] = set()
         #: Requests that wait for blocks. A request's event is set when it becomes the first.
@@ -158,7 +155,7 @@ class Handoff:
         try:
             reservation = await self._reserve(request, holds)
             result = HandoffResult(reserve_ns=time.monotonic_ns() - started)
-            wanted = {i: reservation.block_ids[i] for i in reservation.wanted_blocks}
+            wanted = [{i: ids[i] for i in blocks} for ids, blocks in reservation.groups()]
             incoming = self._receiver.open(wanted)
             self._open.add(incoming)
             sources = [(self._client, target) for target in self._client.in_order(message.prefill_targets)]
@@ -191,12 +188,12 @@ class Handoff:
             raise
         trace.stage("adopt blocks")
         self._close(incoming)
-        complete_blocks = _num_leading_valid(incoming.progress().complete_blocks, reservation)
+        missing_blocks = incoming.progress().missing_blocks
 
         def adopt() -> int:
             # Runs both in one call, because each call waits for the end of a step.
             self._release(holds)
-            self._adopt(request, reservation, complete_blocks, first)
+            self._adopt(request, missing_blocks, first)
             return time.monotonic_ns()
 
         adopted_ns = await asyncio.shield(self._loop.call_async(adopt))
@@ -230,7 +227,7 @@ class Handoff:
                 ticket=ticket_to_proto(incoming.ticket),
             ),
         )
-        stream = PrefillStream(call, incoming, self._block_bytes)
+        stream = PrefillStream(call, incoming)
         try:
             finished = await stream.result()
             if finished.first_token_id >= self._vocab_size:
@@ -251,7 +248,7 @@ class Handoff:
             queue_ns=finished.queue_ns,
             prefill_ns=stream.token_ns - started - finished.queue_ns,
             transfer_ns=now - stream.token_ns,
-            transfer_bytes=incoming.progress().verified_pairs * self._block_bytes,
+            transfer_bytes=incoming.progress().verified_bytes,
             num_preemptions=finished.preemptions,
         )
         trace.set_stage(
@@ -290,8 +287,8 @@ class Handoff:
         scheduler = self._loop.engine.scheduler
         reservation = scheduler.reserve(request)
         if reservation is not None:
-            writable = [reservation.block_ids[i] for i in reservation.wanted_blocks]
-            holds.append(self._loop.engine.blocks.hold(writable))
+            for group, (ids, blocks) in enumerate(reservation.groups()):
+                holds.append(self._loop.engine.blocks.hold([ids[i] for i in blocks], group))
         return reservation
 
     def _release(self, holds: list[BlockHold]) -> None:
@@ -301,16 +298,14 @@ class Handoff:
     def _adopt(
         self,
         request: Request,
-        reservation: Reservation,
-        complete_blocks: int,
+        missing_blocks: Sequence[Sequence[int]],
         first: prefill_pb2.PrefillFinished | None,
     ) -> None:
         engine = self._loop.engine
         # A beam search needs the logits of the prompt's last token, which is computed again here.
         if first is None or request.search is not None:
-            block_size = engine.blocks.block_size
-            computed = min(complete_blocks * block_size, request.num_tokens - 1)
-            engine.scheduler.adopt(request, max(computed, reservation.num_cached_tokens), None)
+            received = engine.scheduler.num_received(request, missing_blocks)
+            engine.scheduler.adopt(request, received, None)
             return
         update = engine.scheduler.adopt(request, request.num_tokens, (first.first_token_id,))
         logprobs = (codec.logprobs_from_proto(first.logprobs),) if first.HasField("logprobs") else ()
@@ -327,13 +322,3 @@ def _sampling_of_prompt(sampling: common_pb2.SamplingParams) -> common_pb2.Sampl
     plain.ClearField("beam_search")
     plain.ClearField("logprobs")
     return plain
-
-
-def _num_leading_valid(complete: Sequence[int], reservation: Reservation) -> int:
-    """Number of leading blocks of the prompt that are cached here or were received."""
-    done = set(complete)
-    wanted = set(reservation.wanted_blocks)
-    count = 0
-    while count < len(reservation.block_ids) and (count not in wanted or count in done):
-        count += 1
-    return count

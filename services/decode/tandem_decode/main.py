@@ -76,7 +76,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
         parts,
         loop,
         sender,
-        KVStreamer(parts.engine.blocks, parts.layout.num_layers),
+        KVStreamer(parts.engine.blocks, parts.layout.groups),
         PrefillMetrics(server.registry),
         server.tracing,
         pod.pod_id,
@@ -98,7 +98,6 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
         receiver,
         client,
         peers,
-        block_bytes=parts.layout.block_bytes,
         vocab_size=parts.manifest.vocab_size,
     )
     servicer = DecodeServicer(

@@ -69,13 +69,9 @@ class PrefillFailedError(Exception):
 class PrefillStream:
     """Reads the call to its end: `await result()`, then `await read_to_end()`, or `cancel()`."""
 
-    def __init__(
-        self, call: PrefillCall, incoming: IncomingTransfer, block_bytes: int, limits: Limits = Limits()
-    ) -> None:
+    def __init__(self, call: PrefillCall, incoming: IncomingTransfer, limits: Limits = Limits()) -> None:
         self._call = call
         self._incoming = incoming
-        #: Payload bytes of one block in one layer.
-        self._block_bytes = block_bytes
         self._limits = limits
         self._finished: prefill_pb2.PrefillFinished | None = None
         #: When the first token came, on the monotonic clock.
@@ -86,7 +82,7 @@ class PrefillStream:
         self._heard_at = self._layer_at = self._frame_at = now
         self._num_layers = 0
         self._sent_bytes = 0
-        self._num_received = 0
+        self._received_bytes = 0
         self._changed = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -133,10 +129,10 @@ class PrefillStream:
         if self._finished is None and now - self._layer_at > limits.engine_s:
             cause = f"the prefill pod's engine computed no layer for {limits.engine_s:g} s; it hangs"
             raise PrefillFailedError(cause, FailureKind.ENGINE_HANGS, crashed=True)
-        num_received = self._incoming.progress().received_pairs
-        is_owed = self._finished is not None or self._sent_bytes > num_received * self._block_bytes
-        if num_received != self._num_received or not is_owed or done.done():
-            self._num_received, self._frame_at = num_received, now
+        received_bytes = self._incoming.progress().received_bytes
+        is_owed = self._finished is not None or self._sent_bytes > received_bytes
+        if received_bytes != self._received_bytes or not is_owed or done.done():
+            self._received_bytes, self._frame_at = received_bytes, now
         elif now - self._frame_at > limits.frame_s:
             cause = f"no KV frame arrived for {limits.frame_s:g} s, but some had been sent"
             raise PrefillFailedError(cause, FailureKind.NO_FRAMES)

@@ -1,16 +1,18 @@
 """Streams KV to the decode pod while the prompt is computed.
 
-After each layer of each chunk the completed blocks of that layer go to the KV sender. A chunk that ends
-inside a block leaves that block to the next chunk, unless the prompt ends there. Blocks found in the prefix
-cache are sent with the first chunk. The sender reads blocks later, on its own thread. A hold keeps them
-allocated until the transfer ends, even if the request finishes or is preempted earlier, so no frame reads
-reused memory.
+After each layer of each chunk the completed blocks of that layer go to the KV sender, of layers with a window
+those that the decode pod wants. A chunk that ends inside a block leaves that block to the next chunk, unless
+the prompt ends there. Blocks found in the prefix cache are sent with the first chunk. The sender reads blocks
+later, on its own thread. A hold keeps them allocated until the transfer ends, even if the request finishes,
+is preempted or leaves them behind its window earlier, so no frame reads reused memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tandem_core.model.spec import CacheGroup
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.block_manager import BlockHold, BlockManager
 from tandem_engine.transport.outgoing import OutgoingTransfer
@@ -21,23 +23,27 @@ class _Stream:
     """One request's transfer, as the engine's thread sees it."""
 
     transfer: OutgoingTransfer
-    #: Per layer: logical blocks given to the sender so far.
-    num_sent_blocks: list[int]
+    #: Of each layer the first logical block that is not given to the sender yet.
+    next_block: list[int]
     holds: list[BlockHold] = field(default_factory=list)
 
 
 class KVStreamer:
     """The engine's layer listener. Methods run on the engine's thread; counts may be read from any thread."""
 
-    def __init__(self, manager: BlockManager, num_layers: int) -> None:
+    def __init__(self, manager: BlockManager, groups: Sequence[CacheGroup]) -> None:
         self._manager = manager
-        self._num_layers = num_layers
+        self._groups = groups
+        self._group_of = {layer: g for g, group in enumerate(groups) for layer in group.layers}
         #: Layers computed since the start, for any request; shows that the engine makes progress.
         self.num_computed_layers = 0
         self._streams: dict[str, _Stream] = {}
 
     def open(self, request_id: str, transfer: OutgoingTransfer) -> None:
-        self._streams[request_id] = _Stream(transfer, [0] * self._num_layers)
+        first = [min(blocks, default=0) for blocks in transfer.ticket.wanted_blocks]
+        first += [0] * (len(self._groups) - len(first))
+        next_block = [first[self._group_of[layer]] for layer in range(len(self._group_of))]
+        self._streams[request_id] = _Stream(transfer, next_block)
 
     def close(self, request_id: str) -> None:
         """Releases the request's holds; call it after the transfer has finished or was aborted."""
@@ -52,18 +58,23 @@ class KVStreamer:
 
     def on_layer_done(self, batch: Batch, layer: int) -> None:
         self.num_computed_layers += 1
+        group = self._group_of[layer]
+        is_first = layer == self._groups[group].layers[0]
         for sequence in batch.sequences:
             stream = self._streams.get(sequence.request.request_id)
             if stream is None:
                 continue
-            first, end = stream.num_sent_blocks[layer], self._num_complete_blocks(sequence)
+            first, end = stream.next_block[layer], self._num_complete_blocks(sequence)
             if end <= first:
                 continue
-            blocks = sequence.block_ids[first:end]
-            if layer == 0:
-                stream.holds.append(self._manager.hold(blocks))
+            blocks = sequence.block_ids[group][first:end]
+            # A ticket that wants blocks behind the prompt's last window does not get them.
+            while blocks and not self._manager.is_block(group, blocks[0]):
+                first, blocks = first + 1, blocks[1:]
+            if is_first:
+                stream.holds.append(self._manager.hold(blocks, group))
             stream.transfer.put(layer, first, blocks)
-            stream.num_sent_blocks[layer] = end
+            stream.next_block[layer] = end
 
     def _num_complete_blocks(self, sequence: ScheduledSequence) -> int:
         computed = sequence.start + sequence.num_new_tokens

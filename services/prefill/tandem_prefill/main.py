@@ -46,7 +46,7 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     server = PodServer(pod, role="prefill", service_names=[SERVICE], status_codes=codes, callers=CALLERS)
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=0, decodes=False))
     await asyncio.to_thread(step_costs.measure, parts.engine, decodes=False, shares_cores=pod.shares_cores)
-    streamer = KVStreamer(parts.engine.blocks, parts.layout.num_layers)
+    streamer = KVStreamer(parts.engine.blocks, parts.layout.groups)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     sender = ZmqSender(parts.layout, parts.pool, SenderOptions(num_connections=parts.pool.num_connections))
     metrics = PrefillMetrics(server.registry)

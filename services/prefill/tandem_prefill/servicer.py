@@ -250,10 +250,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 def _check_blocks(ticket: prefill_pb2.KvTicket, most: int) -> None:
     """InvalidRequestError for more blocks than a context has, each of which takes memory here."""
-    if len(ticket.wanted_blocks) > most:
+    num_blocks = max((len(group.blocks) for group in ticket.wanted_blocks), default=0)
+    if num_blocks > most:
         raise InvalidRequestError(
             "ticket.wanted_blocks",
-            f"are {len(ticket.wanted_blocks)}, but the context has {most}; send those of the prompt",
+            f"are {num_blocks}, but the context has {most}; send those of the prompt",
         )
 
 

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from kv_groups import kv_group
 from tandem_core.errors import TransferError
 from tandem_core.sampling import SamplingParams
-from tandem_engine.block_manager import BlockHold, BlockManager
+from tandem_engine.block_manager import BlockGroup, BlockHold, BlockManager
 from tandem_engine.request import Request
 from tandem_engine.transport.base import ByteArray, DropCause
 from tandem_engine.transport.codec import Credit, Frame, MalformedError, Reject, decode, encode
@@ -34,9 +35,7 @@ _LAYOUT = KVLayout(
     model_revision="simulated",
     dtype="float16",
     kv_quantization="none",
-    num_layers=3,
-    num_kv_heads=1,
-    head_size=8,
+    groups=(kv_group(range(3), 1, 8),),
     block_size=16,
     rope="none",
 )
@@ -54,11 +53,13 @@ KINDS = tuple(kind for kind in FrameFault if kind is not FrameFault.CUT)
 class _Pool:
     """Blocks of one pod as bytes."""
 
-    max_frame_bytes = _LAYOUT.block_bytes
+    max_frame_bytes = _LAYOUT.max_block_bytes
 
     def __init__(self) -> None:
-        self.data = np.zeros((_LAYOUT.num_layers, _NUM_BLOCKS, _LAYOUT.block_bytes), np.uint8)
-        self.manager = BlockManager(_NUM_BLOCKS, _LAYOUT.block_size, enable_prefix_caching=False)
+        self.data = np.zeros((_LAYOUT.num_layers, _NUM_BLOCKS, _LAYOUT.max_block_bytes), np.uint8)
+        self.manager = BlockManager(
+            [BlockGroup(_NUM_BLOCKS)], _LAYOUT.block_size, enable_prefix_caching=False
+        )
 
     def mark(self) -> None:
         return None
@@ -70,7 +71,7 @@ class _Pool:
     def scatter(
         self, layer: int, block_ids: Sequence[int], payload: memoryview, after: object = None
     ) -> None:
-        blocks = np.frombuffer(payload, np.uint8).reshape(len(block_ids), _LAYOUT.block_bytes)
+        blocks = np.frombuffer(payload, np.uint8).reshape(len(block_ids), _LAYOUT.max_block_bytes)
         self.data[layer, list(block_ids)] = blocks
 
 
@@ -80,7 +81,7 @@ class _Receiver(KVReceiver):
         self._pool = pool
         self._frame: Frame | None = None
         store = WatchedStore(pool, max_frame_bytes=pool.max_frame_bytes, on_write=self._on_write)
-        credit_bytes = credit_blocks * _LAYOUT.block_bytes
+        credit_bytes = credit_blocks * _LAYOUT.max_block_bytes
         super().__init__(_LAYOUT, store, credit_bytes, endpoint="tcp://simulated:1", public_key="")
 
     def receive(self, parts: list[bytes]) -> bytes | None:
@@ -202,14 +203,14 @@ class FrameSimulation:
         for pool in (self._prefill, self._decode):
             if not pool.manager.allocate(request, num_tokens):
                 raise RuntimeError("the simulated pools are too small for the transfers at a time")
-            tables.append(pool.manager.block_ids(request.request_id))
+            tables.append(pool.manager.block_ids(request.request_id)[0])
         source, dest = tables
-        shape = (_LAYOUT.num_layers, len(source), _LAYOUT.block_bytes)
+        shape = (_LAYOUT.num_layers, len(source), _LAYOUT.max_block_bytes)
         self._prefill.data[:, list(source)] = np.frombuffer(
             self._rng.randbytes(int(np.prod(shape))), np.uint8
         ).reshape(shape)
         wanted = {index: block for index, block in enumerate(dest) if self._rng.random() < 0.9}
-        incoming = self._receiver.open(wanted, self._rng.randbytes(16))
+        incoming = self._receiver.open([wanted], self._rng.randbytes(16))
         handoff = _Handoff(
             request,
             incoming,
