@@ -7,6 +7,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "product.h"
@@ -79,22 +80,27 @@ void column_block(const Call& c, const Rows& rows, int column) {
   }
 }
 
+template <int Vecs>
+constexpr int kStepColumns = std::max(Vecs * kLanes, kPanel);
+
+template <int Vecs>
+int64_t column_steps(const TandemLinear& piece) {
+  return (panels_of(piece) * kPanel + kStepColumns<Vecs> - 1) / kStepColumns<Vecs>;
+}
+
 template <class Type, int MostRows, int Vecs>
-void all_columns(Team& team, const Call& c, const Rows& rows) {
-  constexpr int kWidth = std::max(Vecs * kLanes, kPanel);
-  const int columns = panels_of(c.weight) * kPanel, steps = (columns + kWidth - 1) / kWidth;
-  team.share(steps, [&](int64_t step) {
-    for (int column = int(step) * kWidth; column < std::min(int(step + 1) * kWidth, columns);) {
-      // A block may be two panels wide; the last panel can be single.
-      if (Vecs > kPanelVecs && columns - column <= kPanel) {
-        column_block<Type, MostRows, kPanelVecs>(c, rows, column);
-        column += kPanel;
-      } else {
-        column_block<Type, MostRows, Vecs>(c, rows, column);
-        column += Vecs * kLanes;
-      }
+void column_step(const Call& c, const Rows& rows, int64_t step) {
+  const int columns = panels_of(c.weight) * kPanel, first = int(step) * kStepColumns<Vecs>;
+  for (int column = first; column < std::min(first + kStepColumns<Vecs>, columns);) {
+    // A block may be two panels wide; the last panel can be single.
+    if (Vecs > kPanelVecs && columns - column <= kPanel) {
+      column_block<Type, MostRows, kPanelVecs>(c, rows, column);
+      column += kPanel;
+    } else {
+      column_block<Type, MostRows, Vecs>(c, rows, column);
+      column += Vecs * kLanes;
     }
-  });
+  }
 }
 
 // Each thread widens all rows, which takes about as long as computing one column.
@@ -110,56 +116,105 @@ const uint32_t* widened(const Call& c, const Rows& rows) {
   return (const uint32_t*)to;
 }
 
+// One piece of each group's weight.
+struct Pieces {
+  const LinearGroup* groups;
+  int count, piece;
+  DType out_dtype;
+
+  Call of(int g) const { return {groups[g].weight[piece], groups[g].x, groups[g].rows, groups[g].out, out_dtype}; }
+};
+
 template <class Type>
-void run(Team& team, const Call& c) {
-  const int64_t stride = c.weight.depth / kPerLane<typename Type::Left>;
-  for (int64_t first = 0; first < c.rows; first += kRowChunk) {
-    Rows rows = {first, std::min(first + kRowChunk, c.rows), (const uint32_t*)c.x.x + first * stride, stride};
-    if constexpr (std::is_same_v<Type, Widened>) rows.left = widened(c, rows);
-    if (c.rows <= 2 * kFewRows<Type>) all_columns<Type, kFewRows<Type>, kFewVecs>(team, c, rows);
-    else all_columns<Type, kMostRows<Type>, kManyVecs>(team, c, rows);
-  }
+void run(Team& team, const Pieces& pieces) {
+  const auto has_few_rows = [](const Call& c) { return c.rows <= 2 * kFewRows<Type>; };
+  const auto steps_of = [&](const Call& c) {
+    return has_few_rows(c) ? column_steps<kFewVecs>(c.weight) : column_steps<kManyVecs>(c.weight);
+  };
+  std::optional<Call> call;
+  int64_t steps = 0, end = 0;
+  Rows rows = {};
+  share_groups(
+      team, pieces.count,
+      [&](int g) {
+        const Call c = pieces.of(g);
+        return (c.rows + kRowChunk - 1) / kRowChunk * steps_of(c);
+      },
+      [&](int g) {
+        call.emplace(pieces.of(g));
+        steps = steps_of(*call);
+        end = 0;
+      },
+      [&](int, int64_t i) {
+        const Call& c = *call;
+        if (i >= end) {
+          const int64_t chunk = i / steps, first = chunk * kRowChunk,
+                        stride = c.weight.depth / kPerLane<typename Type::Left>;
+          end = (chunk + 1) * steps;
+          rows = {first, std::min(first + kRowChunk, c.rows), (const uint32_t*)c.x.x + first * stride, stride};
+          if constexpr (std::is_same_v<Type, Widened>) rows.left = widened(c, rows);
+        }
+        const int64_t step = i - (end - steps);
+        if (has_few_rows(c)) column_step<Type, kFewRows<Type>, kFewVecs>(c, rows, step);
+        else column_step<Type, kMostRows<Type>, kManyVecs>(c, rows, step);
+      });
 }
 
 // bfloat16 with AMX. All blocks have the same number of rows, at most 32: the last one computes some rows again that
 // the one before has stored.
-void run_tiled(Team& team, const Call& c) {
-  const int depth = c.weight.depth;
-  const int64_t blocks = (c.rows + 31) / 32, size = (c.rows + blocks - 1) / blocks, pass = kRowChunk / size;
-  const Tiles tiles(bfloat16_tiles(int(std::min<int64_t>(size, 16)), int(std::max<int64_t>(size - 16, 0))));
-  const auto product = size > 16 ? tile_product<true, Sum::kFresh> : tile_product<false, Sum::kFresh>;
-  for (int64_t first = 0; first < blocks; first += pass)
-    team.share(panels_of(c.weight), [&](int64_t panel) {
-      alignas(64) float sums[32][kPanel];
-      const char* weights = (const char*)c.weight.packed + panel * depth * kPanel * 2;
-      for (int64_t i = first; i < std::min(first + pass, blocks); ++i) {
-        const int64_t row = std::min(i * size, c.rows - size);
-        product((const uint16_t*)c.x.x + row * depth, depth * 2, weights, kPanel * 4, sums, kPanel * 4, depth);
-        for (int64_t r = i * size - row; r < size; ++r)
-          for (int n = 0; n < kPanel; n += kLanes)
-            store_columns(c.weight, c.out, row + r, int(panel) * kPanel + n, c.out_dtype, load(sums[r] + n));
-      }
-    });
+void run_tiled(Team& team, const Pieces& pieces) {
+  struct Shape {
+    int64_t blocks, size, pass;
+    explicit Shape(int64_t rows) {
+      blocks = (rows + 31) / 32, size = blocks ? (rows + blocks - 1) / blocks : 1, pass = kRowChunk / size;
+    }
+  };
+  std::optional<Tiles> tiles;
+  share_groups(
+      team, pieces.count,
+      [&](int g) {
+        const Call c = pieces.of(g);
+        const Shape shape(c.rows);
+        return (shape.blocks + shape.pass - 1) / shape.pass * panels_of(c.weight);
+      },
+      [&](int g) {
+        const int64_t size = Shape(pieces.of(g).rows).size;
+        tiles.emplace(bfloat16_tiles(int(std::min<int64_t>(size, 16)), int(std::max<int64_t>(size - 16, 0))));
+      },
+      [&](int g, int64_t n) {
+        const Call c = pieces.of(g);
+        const Shape shape(c.rows);
+        const int depth = c.weight.depth;
+        const int64_t size = shape.size, panel = n % panels_of(c.weight), first = n / panels_of(c.weight) * shape.pass;
+        const auto product = size > 16 ? tile_product<true, Sum::kFresh> : tile_product<false, Sum::kFresh>;
+        alignas(64) float sums[32][kPanel];
+        const char* weights = (const char*)c.weight.packed + panel * depth * kPanel * 2;
+        for (int64_t i = first; i < std::min(first + shape.pass, shape.blocks); ++i) {
+          const int64_t row = std::min(i * size, c.rows - size);
+          product((const uint16_t*)c.x.x + row * depth, depth * 2, weights, kPanel * 4, sums, kPanel * 4, depth);
+          for (int64_t r = i * size - row; r < size; ++r)
+            for (int k = 0; k < kPanel; k += kLanes)
+              store_columns(c.weight, c.out, row + r, int(panel) * kPanel + k, c.out_dtype, load(sums[r] + k));
+        }
+      });
 }
 
-void run_bfloat16(Team& team, const Call& c) {
-  if (c.rows == 0) return;
+void run_bfloat16(Team& team, const Pieces& pieces) {
   // Layers of models have a depth of whole tiles; others are widened, for any number of rows.
   if constexpr (kHasTiles)
-    if (c.weight.depth % kTileDepth == 0) return run_tiled(team, c);
-  run<std::conditional_t<std::is_same_v<FastBFloat16, BFloat16>, BFloat16, Widened>>(team, c);
+    if (pieces.of(0).weight.depth % kTileDepth == 0) return run_tiled(team, pieces);
+  run<std::conditional_t<std::is_same_v<FastBFloat16, BFloat16>, BFloat16, Widened>>(team, pieces);
 }
 
 }  // namespace
 
-void linear_in_team(Team& team, const TandemLinear* weight, const Activations& x, int64_t rows, void* out,
-                    DType out_dtype) {
-  for (int n = 0; n < weight->pieces; ++n) {
-    const Call call = {weight[n], x, rows, out, out_dtype};
-    switch ((Packing)weight[n].packing) {
-      case Packing::kFloat32: run<Float32>(team, call); break;
-      case Packing::kBFloat16: run_bfloat16(team, call); break;
-      default: quantized_piece(team, weight[n], x, rows, out, out_dtype);
+void linear_groups_in_team(Team& team, const LinearGroup* groups, int count, DType out_dtype) {
+  for (int n = 0; count && n < groups->weight->pieces; ++n) {
+    const Pieces pieces = {groups, count, n, out_dtype};
+    switch ((Packing)groups->weight[n].packing) {
+      case Packing::kFloat32: run<Float32>(team, pieces); break;
+      case Packing::kBFloat16: run_bfloat16(team, pieces); break;
+      default: quantized_piece(team, groups, count, n, out_dtype);
     }
   }
   team.wait();

@@ -131,10 +131,42 @@ class QuantizedRows {
 };
 
 void quantize_row(const Activations& to, int64_t row, int depth);
+// A row that quantize_row has made, as another row.
+void copy_quantized_row(const Activations& from, int64_t row, const Activations& to, int64_t to_row, int depth);
 
-// Called by every thread of a team; returns when all are done. out is [rows, stride].
-void linear_in_team(Team& team, const TandemLinear* weight, const Activations& x, int64_t rows, void* out,
-                    DType out_dtype);
-// One piece; called by every thread of a team, which does not wait for the others.
-void quantized_piece(Team& team, const TandemLinear& piece, const Activations& x, int64_t rows, void* out,
-                     DType out_dtype);
+// One of several products in one call: rows times a weight. All weights of a call have pieces of equal shapes and packings.
+struct LinearGroup {
+  const TandemLinear* weight;
+  Activations x;
+  int64_t rows;
+  void* out;  // [rows, stride]
+};
+
+// Called by every thread of a team; returns when all are done.
+void linear_groups_in_team(Team& team, const LinearGroup* groups, int count, DType out_dtype);
+// One group. out is [rows, stride].
+inline void linear_in_team(Team& team, const TandemLinear* weight, const Activations& x, int64_t rows, void* out,
+                           DType out_dtype) {
+  const LinearGroup group = {weight, x, rows, out};
+  linear_groups_in_team(team, &group, 1, out_dtype);
+}
+// A quantized piece of each weight; called by every thread of a team, which does not wait for the others.
+void quantized_piece(Team& team, const LinearGroup* groups, int count, int piece, DType out_dtype);
+
+// Shares the work of several groups, size(g) pieces of each. A thread calls begin(g) before the first work(g, i) that it
+// does of a group.
+template <class Size, class Begin, class Work>
+inline void share_groups(Team& team, int count, Size size, Begin begin, Work work) {
+  int64_t total = 0;
+  for (int g = 0; g < count; ++g) total += size(g);
+  // A thread's pieces have growing numbers.
+  int group = -1;
+  int64_t first = 0, end = 0;
+  team.share(total, [&](int64_t i) {
+    if (i >= end) {
+      for (; i >= end; end += size(group)) first = end, ++group;
+      begin(group);
+    }
+    work(group, i - first);
+  });
+}

@@ -26,6 +26,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <utility>
 
 #include "linear.h"
@@ -499,42 +500,54 @@ void tile_rows(const Call& c, int64_t first, int64_t end, int64_t first_column, 
     }
 }
 
+// One piece of each group's weight.
 template <Packing Kind>
-void run(Team& team, const Call& c, int64_t rows) {
-  const int64_t panels = panels_of(c.weight);
+void run(Team& team, const LinearGroup* groups, int count, int piece, DType out_dtype) {
+  const TandemLinear& shape = groups->weight[piece];
+  const int64_t panels = panels_of(shape);
   // Rows are divided so that a part stays in the cache and all threads have work, and evenly: a few rows left over would
   // count as much as the others when threads take their shares.
-  const int64_t wanted = std::max<int64_t>(1, 4 * team.size() / panels);
-  const int64_t most = std::clamp(rows / wanted, kLeastRows, std::max(kLeastRows, kPassBytes / c.weight.depth));
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, parts = std::max<int64_t>(1, (rows + most - 1) / most);
-  const int64_t part_rows = std::max<int64_t>(1, (tiles + parts - 1) / parts) * kTileRows;
-  const auto share = [&](auto work) {
-    team.share((rows + part_rows - 1) / part_rows * panels, [&](int64_t i) {
-      const int64_t first = i / panels * part_rows;
-      work(first, std::min(first + part_rows, rows), i % panels);
-    });
+  const int64_t wanted = std::max<int64_t>(1, 4 * team.size() / (panels * count));
+  const auto part_rows_of = [&](int64_t rows) {
+    const int64_t most = std::clamp(rows / wanted, kLeastRows, std::max(kLeastRows, kPassBytes / shape.depth));
+    const int64_t tiles = (rows + kTileRows - 1) / kTileRows, parts = std::max<int64_t>(1, (rows + most - 1) / most);
+    return std::max<int64_t>(1, (tiles + parts - 1) / parts) * kTileRows;
   };
-  if (rows <= kPackedRows<Kind>) {
-    share([&](int64_t first, int64_t end, int64_t panel) {
-      block_rows<Kind>(c, first, end, panel * kPanel, Packed<Kind>{c.weight, panel});
-    });
-    return;
-  }
   static thread_local Scratch scratch;
   NextPanel next;
-  const Unpacked<Kind> unpacked(scratch, c.weight.depth / kGroup, next);
-  if constexpr (kHasTiles) {
-    const Tiles tiles(c.x.is_paired() ? TileProduct<Kind, true>::config() : TileProduct<Kind, false>::config());
-    share([&](int64_t first, int64_t end, int64_t panel) {
-      unpacked.load_panel(c.weight, panel, kPanel / 16 * ((end - first + kTileRows - 1) / kTileRows));
-      tile_rows<Kind>(c, first, end, panel * kPanel, unpacked);
-    });
-  } else {
-    share([&](int64_t first, int64_t end, int64_t panel) {
-      unpacked.load_panel(c.weight, panel, (end - first + kMostBlockRows - 1) / kMostBlockRows);
-      block_rows<Kind>(c, first, end, panel * kPanel, unpacked);
-    });
-  }
+  std::optional<Unpacked<Kind>> unpacked;
+  std::optional<Tiles> tiles;
+  int64_t part_rows = 0;
+  share_groups(
+      team, count,
+      [&](int g) {
+        const int64_t each = part_rows_of(groups[g].rows);
+        return (groups[g].rows + each - 1) / each * panels;
+      },
+      [&](int g) {
+        part_rows = part_rows_of(groups[g].rows);
+        if (groups[g].rows <= kPackedRows<Kind>) return;
+        if (!unpacked) unpacked.emplace(scratch, shape.depth / kGroup, next);
+        if constexpr (kHasTiles) {
+          const bool paired = QuantizedRows(groups[g].x, shape.depth).is_paired();
+          tiles.emplace(paired ? TileProduct<Kind, true>::config() : TileProduct<Kind, false>::config());
+        }
+      },
+      [&](int g, int64_t i) {
+        const LinearGroup& group = groups[g];
+        const Call c = {group.weight[piece], QuantizedRows(group.x, shape.depth), group.out, out_dtype};
+        const int64_t part = i < panels ? 0 : i / panels, panel = i - part * panels, first = part * part_rows,
+                      end = std::min(first + part_rows, group.rows);
+        if (group.rows <= kPackedRows<Kind>) {
+          block_rows<Kind>(c, first, end, panel * kPanel, Packed<Kind>{c.weight, panel});
+        } else if constexpr (kHasTiles) {
+          unpacked->load_panel(c.weight, panel, kPanel / 16 * ((end - first + kTileRows - 1) / kTileRows));
+          tile_rows<Kind>(c, first, end, panel * kPanel, *unpacked);
+        } else {
+          unpacked->load_panel(c.weight, panel, (end - first + kMostBlockRows - 1) / kMostBlockRows);
+          block_rows<Kind>(c, first, end, panel * kPanel, *unpacked);
+        }
+      });
 }
 
 }  // namespace
@@ -569,13 +582,20 @@ void quantize_row(const Activations& to, int64_t row, int depth) {
   if (rows.is_paired()) rows.clear_beside(row);
 }
 
-void quantized_piece(Team& team, const TandemLinear& piece, const Activations& x, int64_t rows, void* out,
-                     DType out_dtype) {
-  const Call call = {piece, QuantizedRows(x, piece.depth), out, out_dtype};
-  switch ((Packing)piece.packing) {
-    case Packing::kInt8: run<Packing::kInt8>(team, call, rows); break;
-    case Packing::kInt4: run<Packing::kInt4>(team, call, rows); break;
-    case Packing::kQ4K: run<Packing::kQ4K>(team, call, rows); break;
-    default: run<Packing::kQ6K>(team, call, rows);
+void copy_quantized_row(const Activations& from, int64_t row, const Activations& to, int64_t to_row, int depth) {
+  const QuantizedRows source(from, depth), target(to, depth);
+  for (int g = 0; g < depth / kGroup; ++g) {
+    std::memcpy(target.codes(to_row, g), source.codes(row, g), kGroup);
+    *target.terms(to_row, g) = *source.terms(row, g);
+  }
+  if (target.is_paired()) target.clear_beside(to_row);
+}
+
+void quantized_piece(Team& team, const LinearGroup* groups, int count, int piece, DType out_dtype) {
+  switch ((Packing)groups->weight[piece].packing) {
+    case Packing::kInt8: run<Packing::kInt8>(team, groups, count, piece, out_dtype); break;
+    case Packing::kInt4: run<Packing::kInt4>(team, groups, count, piece, out_dtype); break;
+    case Packing::kQ4K: run<Packing::kQ4K>(team, groups, count, piece, out_dtype); break;
+    default: run<Packing::kQ6K>(team, groups, count, piece, out_dtype);
   }
 }
