@@ -78,8 +78,7 @@ inline Vec relu(Vec x) { return x < Vec{} ? Vec{} : x; }
 
 // act(gate) * up or act(x) for each vector of a row.
 template <class Act>
-inline void activate_row(const void* x, int64_t row, DType dtype, bool gated, const Activations& out, int width,
-                         Act act) {
+inline void map_row(const void* x, int64_t row, DType dtype, bool gated, const Activations& out, int width, Act act) {
   const int64_t from = row * width * (gated ? 2 : 1);
   for (int i = 0; i < width; i += kLanes) {
     Vec v = act(load_as_float(x, from + i, dtype, nullptr));
@@ -143,22 +142,24 @@ void norm_rows_in_team(Team& team, const void* x, DType dtype, const TandemNorm&
   team.wait();
 }
 
+void activate_row(const void* x, DType dtype, const TandemActivation& by, const Activations& out, int64_t row,
+                  int width, bool quantize) {
+  auto apply = [&](auto act) { map_row(x, row, dtype, by.gated != 0, out, width, act); };
+  if (by.limit != 0) clamped_row(x, row, dtype, by.limit, out, width);
+  else
+    switch ((Activation)by.act) {
+      case Activation::kSilu: apply([](Vec v) { return times_sigmoid(v, v); }); break;
+      case Activation::kGelu: apply(gelu); break;
+      case Activation::kGeluTanh: apply(gelu_tanh); break;
+      case Activation::kRelu: apply(relu); break;
+      case Activation::kRelu2: apply([](Vec v) { return relu(v) * relu(v); }); break;
+    }
+  if (quantize) quantize_row(out, row, width);
+}
+
 void activate_in_team(Team& team, const void* x, DType dtype, const TandemActivation& by, const Activations& out,
                       int64_t rows, int width, bool quantize) {
-  const bool gated = by.gated != 0;
-  team.share(rows, [&](int64_t r) {
-    auto apply = [&](auto act) { activate_row(x, r, dtype, gated, out, width, act); };
-    if (by.limit != 0) clamped_row(x, r, dtype, by.limit, out, width);
-    else
-      switch ((Activation)by.act) {
-        case Activation::kSilu: apply([](Vec v) { return times_sigmoid(v, v); }); break;
-        case Activation::kGelu: apply(gelu); break;
-        case Activation::kGeluTanh: apply(gelu_tanh); break;
-        case Activation::kRelu: apply(relu); break;
-        case Activation::kRelu2: apply([](Vec v) { return relu(v) * relu(v); }); break;
-      }
-    if (quantize) quantize_row(out, r, width);
-  });
+  team.share(rows, [&](int64_t r) { activate_row(x, dtype, by, out, r, width, quantize); });
   team.wait();
 }
 

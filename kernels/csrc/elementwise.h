@@ -54,6 +54,10 @@ void norm_rows_in_team(Team& team, const void* x, DType dtype, const TandemNorm&
 void activate_in_team(Team& team, const void* x, DType dtype, const TandemActivation& by, const Activations& out,
                       int64_t rows, int width, bool quantize);
 
+// One row of it, on the calling thread.
+void activate_row(const void* x, DType dtype, const TandemActivation& by, const Activations& out, int64_t row,
+                  int width, bool quantize);
+
 // x [rows, heads, size] *= sigmoid(gate), with gate [rows, heads, size] or, per_head, [rows, heads].
 void sigmoid_gate_in_team(Team& team, const Activations& x, const void* gate, bool per_head, int64_t rows, int heads,
                           int size, bool quantize);

@@ -13,7 +13,7 @@ slot = block_id * block_size + offset within the block. On a CPU it is contiguou
 quantize.
 DecoderLayers and move_slots_in_layers also take it interleaved (interleaved_cache.py), the others do not.
 
-gated_delta keeps a state of fixed size per sequence instead of keys and values.
+gated_delta keeps a state of fixed size per sequence instead of keys and values. moe is a mixture of experts.
 
 packed_linear is a matrix product on a CPU, also with quantized weights; add_norm, norm_rows, activate and
 sigmoid_gate run between products. draw_tokens samples all rows of logits at once, draw_token one on the host.
@@ -34,6 +34,15 @@ from tandem_kernels.draw_tokens import draw_token, draw_tokens
 from tandem_kernels.elementwise import NormWeights, activate, add_norm, norm_rows, sigmoid_gate
 from tandem_kernels.gated_delta import GatedDeltaWeights, StateMetadata, gated_delta
 from tandem_kernels.interleaved_cache import deinterleave, interleave, runs_interleaved
+from tandem_kernels.moe import (
+    ExpertProjection,
+    MoeWeights,
+    PackedExperts,
+    RouterScore,
+    Routing,
+    SharedMlp,
+    moe,
+)
 from tandem_kernels.move_slots import move_slots, move_slots_in_layers
 from tandem_kernels.packed_linear import (
     PANEL,
@@ -74,14 +83,20 @@ __all__ = [
     "AttentionMetadata",
     "DecoderEnds",
     "DecoderLayers",
+    "ExpertProjection",
     "GatedDeltaWeights",
     "KVCache",
     "LayerWeights",
+    "MoeWeights",
     "NormWeights",
+    "PackedExperts",
     "PackedProjection",
     "PackedWeight",
     "Packing",
     "QuantizedWeight",
+    "RouterScore",
+    "Routing",
+    "SharedMlp",
     "StateMetadata",
     "StepInputs",
     "activate",
@@ -94,6 +109,7 @@ __all__ = [
     "interleave",
     "join_rows",
     "make_attention",
+    "moe",
     "move_slots",
     "move_slots_in_layers",
     "norm_rows",

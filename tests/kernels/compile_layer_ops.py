@@ -14,7 +14,7 @@ from pathlib import Path
 
 import triton
 from tandem_kernels.draw_tokens import FACTORS, GAMMA
-from tandem_kernels.gpu import draw_tokens, elementwise, gated_delta, move_slots, rope_store
+from tandem_kernels.gpu import draw_tokens, elementwise, gated_delta, moe, move_slots, rope_store
 from tandem_kernels.quantize import SMALLEST_SCALE
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -86,6 +86,18 @@ def configurations() -> Iterator[Configuration]:
         }  # fmt: skip
         name = f"rope_store {heads}/{kv_heads} x {head_size} {cache} {per_token}"
         yield name, rope_store.rope_store_kernel, pointers, constants, warps
+    for rows, out in ((16, "bf16"), (64, "fp32")):
+        pointers = dict.fromkeys(("order_ptr", "experts_ptr", "first_ptr", "ends_ptr"), "i64")
+        pointers |= {"x_ptr": "bf16", "weight_ptr": "bf16", "bias_ptr": "fp32", "out_ptr": out}
+        constants = {
+            "HAS_BIAS": True, "BLOCK_ROWS": rows, "BLOCK_COLUMNS": moe.BLOCK_COLUMNS,
+            "BLOCK_DEPTH": moe.BLOCK_DEPTH,
+        }  # fmt: skip
+        yield f"moe linear {rows} {out}", moe.grouped_linear_kernel, pointers, constants, 4
+    pointers = dict.fromkeys(("partial_ptr", "factors_ptr", "share_ptr"), "fp32")
+    pointers |= dict.fromkeys(("shared_ptr", "out_ptr"), "bf16")
+    constants = {"HAS_SHARED": True, "HAS_SHARE": True, "BLOCK": moe.COMBINE_BLOCK}
+    yield "moe combine", moe.combine_kernel, pointers, constants, 4
     # Qwen3.5-9B, and Kimi Linear.
     yield from gated_delta_configurations(k_heads=16, per_row=False)
     yield from gated_delta_configurations(k_heads=32, per_row=True)
@@ -134,7 +146,7 @@ def compile_one(
     aligned = [
         i
         for i, name in enumerate(names)
-        if name.endswith(("_ptr", "_stride", "width")) and name not in unaligned
+        if name.endswith(("_ptr", "_stride", "width", "columns", "depth")) and name not in unaligned
     ]
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned}),

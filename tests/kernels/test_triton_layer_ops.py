@@ -15,7 +15,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-CASES = [str(HERE / f"triton_{name}_cases.py") for name in ("layer", "draw", "gated_delta")]
+CASES = [str(HERE / f"triton_{name}_cases.py") for name in ("layer", "draw", "gated_delta", "moe")]
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore")
 
 
@@ -50,7 +50,7 @@ def test_compiles_ahead_of_time_without_spills(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     output = run(str(HERE / "compile_layer_ops.py"), TRITON_CACHE_DIR=str(tmp_path))
     results = [json.loads(line) for line in output.splitlines()]
-    kernels = {"activate", "add_norm", "move_slots", "rope_store", "draw_tokens", "gated_delta"}
+    kernels = {"activate", "add_norm", "move_slots", "rope_store", "draw_tokens", "gated_delta", "moe"}
     assert {r["name"].split()[1] for r in results} == kernels
     assert {r["name"].split()[0] for r in results} == {"sm_80", "sm_90"}
     for result in results:

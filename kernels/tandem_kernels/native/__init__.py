@@ -173,6 +173,22 @@ class GatedDeltaInputs(ctypes.Structure):
     )
 
 
+class Moe(ctypes.Structure):
+    """TandemMoe of csrc/moe.h."""
+
+    _fields_ = (
+        ("router", ctypes.POINTER(LinearWeight)),
+        ("correction", _POINTER),
+        *((name, ctypes.POINTER(LinearWeight)) for name in (
+            "gate_up", "down", "shared_gate_up", "shared_down",
+        )),
+        ("shared_gate", _POINTER),
+        ("act", Activation),
+        *((name, _INT32) for name in ("experts", "top_k", "score", "groups", "top_groups", "renorm")),
+        ("scale", _FLOAT),
+    )  # fmt: skip
+
+
 def instruction_sets() -> list[str]:
     """The instruction sets of build_native.py that this processor supports, slowest first."""
     return supported_sets(*_processor())
@@ -229,6 +245,8 @@ def _declare(library: ctypes.CDLL) -> None:
         _POINTER, ctypes.POINTER(LinearWeight), _POINTER, _INT64, *[_INT32] * 3,
     ]  # fmt: skip
     library.tandem_packed_linear.restype = None
+    library.tandem_moe.argtypes = [ctypes.POINTER(Moe), _POINTER, _POINTER, _INT64, _INT32, _INT32]
+    library.tandem_moe.restype = None
     library.tandem_move_slots.argtypes = [
         ctypes.POINTER(_POINTER), _INT32, _POINTER, _POINTER, *[_INT64] * 2, *[_INT32] * 5,
     ]  # fmt: skip
