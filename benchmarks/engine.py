@@ -48,6 +48,7 @@ from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import OK, Recorder, RequestRecord
 from tandem_cli.bench.requests import plain_requests
 from tandem_core.model import registry
+from tandem_core.model.spec import ModelSpec
 from tandem_engine import model_loader
 from tandem_engine.model_loader.loading import pick_numerics
 from tandem_engine.models.config import ModelConfig
@@ -63,7 +64,7 @@ class Report:
     """One row for each load, one column for each system and floor."""
 
     model: str
-    config: ModelConfig
+    spec: ModelSpec
     #: Floor's name -> weights that are read and multiplied.
     weights: Mapping[str, Weights]
     #: The best of all measurements so far.
@@ -83,7 +84,7 @@ class Report:
             cells = dict(row)
             if isinstance(load, Load):
                 for name, weights in self.weights.items():
-                    cells[name] = str(floor(load, partial(floor_s, self.config, weights, self.peaks)))
+                    cells[name] = str(floor(load, partial(floor_s, self.spec, weights, self.peaks)))
                 cells[AMX] = self.amx.get(load, "")
             lines.append([str(load), *(cells.get(column, "-") for column in columns)])
         table = markdown_table(["load", *columns], lines)
@@ -218,8 +219,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     model_dir = model_loader.pull(options.model)
     prompts = Prompts(BenchOptions(dataset=options.dataset, policy=options.policy, model=str(model_dir)))
-    config, weights = ModelConfig.from_folder(model_dir), floor_weights(model_dir, options.dtype)
-    report = Report(options.model, config, weights, measure_peaks())
+    spec, weights = ModelConfig.from_folder(model_dir).spec, floor_weights(model_dir, options.dtype)
+    report = Report(options.model, spec, weights, measure_peaks())
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         bench = Bench(report)

@@ -28,6 +28,7 @@ from machine import AMX, AMX_NOTE, Peaks, amx_cell, amx_tile_ns, measure_peaks
 from reporting import markdown_table, write_page
 from tandem_cli.bench.dataset import sample_dialogues
 from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.spec import ModelSpec
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.drafter import Drafter, DraftPolicy
@@ -137,11 +138,10 @@ def measure(systems: dict[str, Step], num_steps: int) -> dict[str, dict[int, flo
     }
 
 
-def floors_ms(config: ModelConfig, weights: Weights, peaks: Peaks, context: int) -> dict[int, float]:
+def floors_ms(spec: ModelSpec, weights: Weights, peaks: Peaks, context: int) -> dict[int, float]:
     """By number of rows, which are the last ones of the context."""
     return {
-        n: 1e3 * floor_s(config, weights, peaks, Pass(n, cached_tokens=context - n, logit_rows=n))
-        for n in ROWS
+        n: 1e3 * floor_s(spec, weights, peaks, Pass(n, cached_tokens=context - n, logit_rows=n)) for n in ROWS
     }
 
 
@@ -177,7 +177,7 @@ def main() -> None:
     text = "\n\n".join(dialogue.as_text() for dialogue in sample_dialogues())
     tokens = Tokenizer(model_dir).encode(text) * 10
     num_steps = len(ROWS) * (options.steps + WARM_UP_STEPS)
-    peaks, model = measure_peaks(), ModelConfig.from_folder(model_dir)
+    peaks, spec = measure_peaks(), ModelConfig.from_folder(model_dir).spec
     measured: list[tuple[int, dict[str, dict[int, float]], str]] = []
     for context in CONTEXTS:
         # A step appends a token, so the context starts short by half of all steps.
@@ -191,7 +191,7 @@ def main() -> None:
         measured.append((context, times, amx_cell(before, amx_tile_ns())))
         peaks = peaks.best(measure_peaks())
     lines = [
-        Line(context, name, step_ms, floors_ms(model, weights[name], peaks, context), amx)
+        Line(context, name, step_ms, floors_ms(spec, weights[name], peaks, context), amx)
         for context, times, amx in measured
         for name, step_ms in times.items()
     ]

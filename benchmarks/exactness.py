@@ -201,9 +201,10 @@ def cut_model(model_dir: Path, num_layers: int, folder: Path, max_vocab_size: in
     (folder / "tokenizer.json").write_text(json.dumps(cut_tokenizer(tokenizer, vocab_size)), encoding="utf-8")
     source = open_source((model_dir / manifest.weights).resolve())
     tensors = {}
-    for stored in stored_tensors(ModelConfig.from_folder(folder), WeightForm(torch.float32)):
+    config = ModelConfig.from_folder(folder)
+    for stored in stored_tensors(config.spec, config.names, WeightForm(torch.float32)):
         for part in stored.parts:
-            tensors[part.hf_name] = source.get(part.hf_name)[: part.shape[0]].float().contiguous()
+            tensors[part.hf_name] = source.get(part.hf_name)[: part.in_source[0]].float().contiguous()
     save_file(tensors, folder / "cut.safetensors")
     dataclasses.replace(
         manifest,

@@ -9,12 +9,14 @@ machine's peak was measured too low: the kernels of a system can be faster than 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from machine import Peaks
 from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.spec import Attention, Mlp, ModelSpec
 from tandem_engine.model_loader.convert import file_tensors, open_source
 from tandem_engine.model_loader.loading import pick_numerics
 from tandem_engine.models.config import ModelConfig
@@ -65,29 +67,39 @@ class Cost:
     attention_ops: int
 
 
-def cost(config: ModelConfig, weights: Weights, one: Pass) -> Cost:
+def layer_weights(spec: ModelSpec) -> Iterator[int]:
+    """Numbers in the projections of each sublayer of a dense model."""
+    for mixer in (branch.mixer for sublayer in spec.sublayers for branch in sublayer.branches):
+        if isinstance(mixer, Attention):
+            per_kv_head = mixer.k_dim + mixer.v_dim
+            rows = mixer.heads * per_kv_head + mixer.kv_heads * per_kv_head
+            yield spec.hidden_size * rows
+        if isinstance(mixer, Mlp):
+            yield (3 if mixer.gated else 2) * spec.hidden_size * mixer.inner
+
+
+def cost(spec: ModelSpec, weights: Weights, one: Pass) -> Cost:
     """What a pass has to read and compute."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    layer = hidden * (config.q_size + 2 * config.kv_size) + config.q_size * hidden + 3 * hidden * inner
-    in_layers = one.new_tokens * config.num_layers * layer
-    in_head = one.logit_rows * hidden * config.vocab_size
+    in_layers = one.new_tokens * sum(layer_weights(spec))
+    in_head = one.logit_rows * spec.hidden_size * spec.vocab_size
     last = one.cached_tokens + one.new_tokens
-    read = visible = 0
-    for window in config.windows:
-        most = last if window is None else window
-        read += min(one.cached_tokens, most)
-        visible += sum(min(position, most) for position in range(one.cached_tokens + 1, last + 1))
-    return Cost(
-        weights.num_bytes + one.num_seqs * 2 * config.kv_size * weights.kv_dtype.itemsize * read,
-        2 * one.num_seqs * (in_layers + in_head),
+    read = computed = 0
+    for a in spec.attentions:
+        most = last if a.window is None else a.window
+        read += a.kv_heads * (a.k_dim + a.v_dim) * min(one.cached_tokens, most)
+        visible = sum(min(position, most) for position in range(one.cached_tokens + 1, last + 1))
         # Scores, and the weighted sum of the values.
-        2 * 2 * one.num_seqs * config.q_size * visible,
+        computed += a.heads * (a.k_dim + a.v_dim) * visible
+    return Cost(
+        weights.num_bytes + one.num_seqs * weights.kv_dtype.itemsize * read,
+        2 * one.num_seqs * (in_layers + in_head),
+        2 * one.num_seqs * computed,
     )
 
 
-def floor_s(config: ModelConfig, weights: Weights, peaks: Peaks, one: Pass) -> float:
+def floor_s(spec: ModelSpec, weights: Weights, peaks: Peaks, one: Pass) -> float:
     """The least time of a pass, in seconds."""
-    needed = cost(config, weights, one)
+    needed = cost(spec, weights, one)
     computing = needed.projection_ops / peaks.fastest(weights.dtype)
     computing += needed.attention_ops / peaks.fastest(weights.kv_dtype)
     return max(needed.num_bytes / peaks.read_bytes_per_s, computing)

@@ -52,6 +52,7 @@ from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.model_loader.loading import pick_numerics
 from tandem_engine.model_loader.stored import pack, pick_packing
 from tandem_engine.models import Decoder, ModelInputs
+from tandem_engine.models.config import ModelConfig
 from tandem_kernels import AttentionMetadata, pack_quantized
 
 FORMATS = (
@@ -202,10 +203,12 @@ def perplexity_of(logits: Logits, texts: Sequence[Sequence[int]]) -> float:
 
 
 def logits_of(decoder: Decoder, text: Sequence[int]) -> NDArray[np.floating]:
-    config, n = decoder.config, len(text)
+    n = len(text)
     num_blocks = -(-n // BLOCK_SIZE)
-    shape = (num_blocks, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    caches = [torch.zeros(shape, dtype=decoder.dtype) for _ in range(config.num_layers)]
+    caches = [
+        torch.zeros(num_blocks, 2, a.kv_heads, BLOCK_SIZE, a.k_dim, dtype=decoder.dtype)
+        for a in decoder.spec.attentions
+    ]
     attention = AttentionMetadata(
         block_table=torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
         seq_lens=torch.tensor([n], dtype=torch.int32),
@@ -294,7 +297,7 @@ def folder_of(path: Path, manifest: ModelManifest, folder: Path) -> Path:
     """A model folder around a GGUF file, without the tokenizer."""
     source = GgufSource(path)
     (folder / "config.json").write_text(json.dumps(source.hf_config()))
-    bits = quantized_bits(source)
+    bits = quantized_bits(ModelConfig.from_folder(folder), source)
     dataclasses.replace(manifest, weights=str(path), weight_bits=bits).write(folder)
     return folder
 

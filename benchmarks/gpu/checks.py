@@ -109,7 +109,7 @@ def decode_batch(batch: int, num_new: int, context: int, vocab_size: int, seed: 
 def equality(bench: Bench) -> None:
     """Logits and KV of graphs (dry run: padded steps) against eager steps; drafts against decoding."""
     decoder = random_decoder(model_shape(bench.dry, num_layers=2), bench.device)
-    vocab_size = decoder.config.vocab_size
+    vocab_size = decoder.spec.vocab_size
     context = 200 if bench.dry else 2000
     sizes = (
         [(1, 1), (3, 5)]
@@ -233,9 +233,9 @@ def threads(bench: Bench) -> None:
     context, own_blocks = 200, 8
     first_moved = 4 * -(-(context + 64) // 64)
     runner = runner_of_random_kv(decoder, first_moved + own_blocks, graphs=True)
-    steps = [decode_batch(1 + i % 4, 1 + i % 3, context, decoder.config.vocab_size, i) for i in range(rounds)]
+    steps = [decode_batch(1 + i % 4, 1 + i % 3, context, decoder.spec.vocab_size, i) for i in range(rounds)]
     moved = range(first_moved, first_moved + own_blocks)
-    layers = range(decoder.config.num_layers)
+    layers = range(len(decoder.spec.cached))
     before = [cache.clone() for cache in runner.pool.caches]
     _synchronize(*before)
     contents = {layer: _read(runner.pool, layer, moved) for layer in layers}

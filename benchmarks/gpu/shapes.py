@@ -44,7 +44,7 @@ def model_shape(dry: bool, num_layers: int | None = None) -> dict[str, Any]:
 def random_weights(config: ModelConfig, device: torch.device) -> dict[str, torch.Tensor]:
     """Norms around 1, all else around 0; bfloat16. Activations stay in range whatever the depth."""
     tensors = {}
-    for stored in stored_tensors(config, WeightForm(torch.bfloat16)):
+    for stored in stored_tensors(config.spec, config.names, WeightForm(torch.bfloat16)):
         tensor = torch.empty(stored.shape, dtype=torch.bfloat16, device=device)
         is_norm = stored.name.endswith("norm.weight")
         tensors[stored.name] = tensor.fill_(1.0) if is_norm else tensor.normal_(std=0.02)
@@ -53,13 +53,13 @@ def random_weights(config: ModelConfig, device: torch.device) -> dict[str, torch
 
 def random_decoder(shape: dict[str, Any], device: torch.device) -> Decoder:
     config = ModelConfig.from_hf(shape)
-    return Decoder(config, random_weights(config, device), PlainLinear)
+    return Decoder(config.spec, random_weights(config, device), PlainLinear)
 
 
 def make_runner(decoder: Decoder, limits: StepLimits, num_blocks: int, *, graphs: bool = True) -> ModelRunner:
     """As the engine makes it; fewer blocks if they do not fit. In a dry run a graph is the padded step."""
-    config, device = decoder.config, decoder.device
-    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, decoder.dtype)
+    device = decoder.device
+    shape = KVShape.of(decoder.spec, BLOCK_SIZE, decoder.dtype)
     workspace = make_workspace(decoder, BLOCK_SIZE, decoder.dtype, limits, graphs=graphs)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from floors import layer_weights
+from tandem_core.model.spec import ModelSpec
 from tandem_core.sampling import SamplingParams
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockGroup, BlockManager
 from tandem_engine.draft_source import Emitted
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine
-from tandem_engine.models.config import ModelConfig
 from tandem_engine.request import Request
 from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.verify import Verified, Verifier
@@ -108,22 +109,22 @@ class Rig:
     limits: StepLimits
 
     @property
-    def config(self) -> ModelConfig:
-        return self.runner.decoder.config
+    def spec(self) -> ModelSpec:
+        return self.runner.decoder.spec
 
     def engine(self, drafts: BinaryTrees | None, chunk_size: int) -> Engine:
         manager = BlockManager(
             [BlockGroup(self.runner.pool.num_blocks)], BLOCK_SIZE, enable_prefix_caching=False
         )
         limits = SchedulerConfig(
-            max_model_len=self.config.max_model_len,
+            max_model_len=self.spec.max_len,
             max_batch=self.limits.max_seqs,
             max_tokens_per_step=self.limits.max_tokens,
             chunk_size=chunk_size,
         )
         return Engine(
             self.runner, Scheduler(manager, limits), ForcedVerifier(), manager,
-            vocab_size=self.config.vocab_size, drafter=drafts, max_draft_nodes=max(ACCEPTED) - 1,
+            vocab_size=self.spec.vocab_size, drafter=drafts, max_draft_nodes=max(ACCEPTED) - 1,
         )  # fmt: skip
 
 
@@ -158,7 +159,7 @@ def decode(bench: Bench) -> None:
     rows = batches[0] * max(ACCEPTED)
     rig = make_rig(bench, batches[0] * blocks_each, StepLimits(max(chunk_size, rows), batches[0], rows))
     batches = tuple(batch for batch in batches if batch * blocks_each <= rig.runner.pool.num_blocks)
-    vocab_size = rig.config.vocab_size
+    vocab_size = rig.spec.vocab_size
     drafts = BinaryTrees(vocab_size)
     engine = rig.engine(drafts, chunk_size)
     add_requests(engine, batches[0], prompt, vocab_size, max_tokens=max_tokens)
@@ -257,16 +258,15 @@ def prefill(bench: Bench) -> None:
     length, chunks = (96, (32, 128)) if bench.dry else (4096, (512, 2048, 8192))
     repeats = 2 if bench.dry else 5
     rig = make_rig(bench, 2 * -(-length // BLOCK_SIZE) + 4, StepLimits(max(*chunks, 16), 1, 16))
-    config = rig.config
-    inner = config.q_size * 2 + config.kv_size * 2 + config.intermediate_size * 3
-    flops = 2 * config.num_layers * config.hidden_size * inner * length
-    flops += 2 * config.num_layers * config.q_size * length * length
+    spec = rig.spec
+    flops = 2 * length * sum(layer_weights(spec))
+    flops += 2 * sum(a.heads * a.k_dim for a in spec.attentions) * length * length
     bench.table("chunk", "ms to the first token", "tokens/s", "TFLOP/s")
     for chunk_size in chunks:
         engine = rig.engine(None, chunk_size)
         times = []
         for i in range(repeats + 1):
-            add_requests(engine, 1, length, config.vocab_size, max_tokens=1, name=f"{i}-")
+            add_requests(engine, 1, length, spec.vocab_size, max_tokens=1, name=f"{i}-")
             began = time.perf_counter()
             while not engine.step():
                 pass

@@ -45,7 +45,7 @@ class RandomSource:
     """Random weights for the converter, made on the device."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        stored = stored_tensors(config, WeightForm(torch.bfloat16))
+        stored = stored_tensors(config.spec, config.names, WeightForm(torch.bfloat16))
         self._parts: dict[str, TensorPart] = {part.hf_name: part for s in stored for part in s.parts}
         self._device = device
 
@@ -79,13 +79,14 @@ def make_folder(folder: Path, shape: dict[str, object], device: torch.device) ->
     config = ModelConfig.from_hf(shape)
     (folder / "config.json").write_text(json.dumps(shape))
     # No text is encoded; each token is shown as its number.
-    tokenizer = Tokenizer(models.BPE(vocab={f"<{i}>": i for i in range(config.vocab_size)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={f"<{i}>": i for i in range(config.spec.vocab_size)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     ModelManifest(
         name="random", revision="ab" * 32, source="benchmarks/gpu", license="unknown", architecture="llama",
-        max_model_len=config.max_model_len, vocab_size=config.vocab_size, eos_token_ids=(2,), bos_token="",
-        eos_token="", chat_template="", tokenizer_hash="cd" * 32, add_bos=False, weights="", weight_bits=0,
+        max_model_len=config.spec.max_len, vocab_size=config.spec.vocab_size, eos_token_ids=(2,),
+        bos_token="", eos_token="", chat_template="", tokenizer_hash="cd" * 32, add_bos=False, weights="",
+        weight_bits=0,
     ).write(folder)  # fmt: skip
     form = WeightForm(torch.bfloat16, runs_packed(torch.bfloat16, device))
     write_weights(folder / form.file_name, config, RandomSource(config, device), form, "ab" * 32)

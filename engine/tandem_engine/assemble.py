@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,7 +16,6 @@ from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.spec import CacheGroup, CacheKind, CachePart
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.usable_cpus import usable_cpus
-from tandem_kernels.turbo_attention import MAX_HEAD_SIZE
 
 from tandem_engine.block_manager import BlockGroup, BlockManager
 from tandem_engine.cuda_graphs import CudaCapture, graph_sizes
@@ -110,25 +109,14 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     decoder = load_decoder(
         config.model, numerics.dtype, str(device), numerics.quantization, manifest.max_model_len
     )
-    if device.type == "cuda" and decoder.config.head_dim > MAX_HEAD_SIZE:
-        raise ModelLoadError(
-            f"head size {decoder.config.head_dim} is more than the {MAX_HEAD_SIZE} that attention on a "
-            "GPU takes; use --device cpu, or another model"
-        )
     if config.deterministic and not decoder.is_batch_invariant:
         raise ModelLoadError(
             f"--deterministic cannot be kept on {device} here: results that do not depend on the batch need "
             "a CPU with the compiled kernels (install with g++ present, TANDEM_NATIVE unset) and widths "
             "that are multiples of 32"
         )
-    shape = KVShape(
-        decoder.config.num_layers,
-        decoder.config.num_kv_heads,
-        decoder.config.head_dim,
-        config.block_size,
-        decoder.dtype,
-        interleaved=decoder.reads_interleaved(config.block_size),
-    )
+    interleaved = decoder.reads_interleaved(config.block_size)
+    shape = KVShape.of(decoder.spec, config.block_size, decoder.dtype, interleaved=interleaved)
     limits = step_limits(config)
     if device.type == "cuda":
         runner = make_gpu_runner(config, decoder, shape, limits)
@@ -184,7 +172,7 @@ def _num_blocks(
         kv=0,
         kv_tokens=0,
         step=step_bytes(
-            decoder.config,
+            decoder.spec,
             decoder.dtype,
             limits,
             packed=decoder.is_compiled,
@@ -281,7 +269,6 @@ def pick_device(name: str) -> torch.device:
 
 
 def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape, numerics: Numerics) -> KVLayout:
-    rope = ",".join(f"{name}={value}" for name, value in asdict(decoder.config.rope).items())
     parts = tuple(CachePart(name, (shape.num_kv_heads, shape.head_size)) for name in ("k", "v"))
     return KVLayout(
         model_revision=manifest.revision,
@@ -292,5 +279,5 @@ def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape, numerics:
         block_layout="KV,H,interleaved" if shape.interleaved else "KV,H,T,D",
         # The order of a key's elements depends on the weight file's format. Pods with different quantization
         # would compute one text with different numbers.
-        rope=f"{rope},weights={LAYOUT_VERSION},quantization={numerics.quantization}",
+        spec=f"{decoder.spec.hash},weights={LAYOUT_VERSION},quantization={numerics.quantization}",
     )

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tandem_core.errors import CapacityError
+from tandem_core.model.spec import ModelSpec
 from tandem_core.usable_cpus import usable_cpus
 from tandem_kernels import move_slots_in_layers
 
@@ -50,6 +51,14 @@ class KVShape:
     dtype: torch.dtype
     #: Whether blocks have the layout of the compiled attention (tandem_kernels.interleaved_cache).
     interleaved: bool = False
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, block_size: int, dtype: torch.dtype, *, interleaved: bool = False
+    ) -> KVShape:
+        """Of a model whose layers have keys and values of one shape (models.decoder.supports)."""
+        first = spec.attentions[0]
+        return cls(len(spec.cached), first.kv_heads, first.k_dim, block_size, dtype, interleaved)
 
     @property
     def block_bytes(self) -> int:

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 import torch
 from tandem_core.beams import MAX_BEAM_WIDTH
 from tandem_core.errors import CapacityError
+from tandem_core.model.spec import Mlp, ModelSpec
 
 from tandem_engine.free_memory import available_bytes
 from tandem_engine.kv_pool import KVShape, default_num_blocks
-from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.layout import Quantization
 from tandem_engine.runner import MAX_PROMPT_ROWS
 from tandem_engine.transport.base import DEFAULT_CREDIT_BYTES
@@ -68,7 +68,7 @@ _SPLIT_KEYS, _TASK_VALUES, _TASK_ROWS, _STATE_FLOATS = 512, 16384, 16, 17
 
 
 def step_bytes(
-    config: ModelConfig,
+    spec: ModelSpec,
     dtype: torch.dtype,
     limits: StepLimits,
     *,
@@ -82,11 +82,15 @@ def step_bytes(
 
     packed: the compiled layers compute it, in `threads`.
     """
-    element, hidden, inner = dtype.itemsize, config.hidden_size, config.intermediate_size
-    projected = config.q_size + 2 * config.kv_size
+    element, hidden = dtype.itemsize, spec.hidden_size
+    mixers = [branch.mixer for sublayer in spec.sublayers for branch in sublayer.branches]
+    inner = max((mixer.inner for mixer in mixers if isinstance(mixer, Mlp)), default=0)
+    attended = max(a.heads * a.v_dim for a in spec.attentions)
+    projected = max(a.heads * a.k_dim + a.kv_heads * (a.k_dim + a.v_dim) for a in spec.attentions)
+    head_size = max(a.v_dim for a in spec.attentions)
     # As csrc/decoder.cpp: normed, qkv, attended, gate and up, their product, and 8-bit activations.
-    row = element * (hidden + projected + config.q_size + 3 * inner)
-    row += _QUANTIZED_BYTES * max(hidden, inner, config.q_size)
+    row = element * (hidden + projected + attended + 3 * inner)
+    row += _QUANTIZED_BYTES * max(hidden, inner, attended)
     # decoder.py: the embedding's rows, the residual stream, the last product, its norm, the rows that sample.
     row += 4 * hidden + 4 * element * hidden
     if not packed:
@@ -95,16 +99,16 @@ def step_bytes(
     # The logits of prompts' positions, and their logarithms, exist in addition to those that sample; the
     # compiled call keeps its own.
     logits_rows = limits.max_decode_tokens, limits.max_seqs + 2 * MAX_PROMPT_ROWS
-    logits = 4 * config.vocab_size * (sum(logits_rows) if packed else max(logits_rows))
+    logits = 4 * spec.vocab_size * (sum(logits_rows) if packed else max(logits_rows))
     # Few tasks are split by keys, and each split keeps a state.
-    splits = 4 * threads * -(-config.max_model_len // _SPLIT_KEYS)
-    rows = max(_TASK_ROWS, _TASK_VALUES // config.head_dim)
-    partials = splits * rows * (config.head_dim + _STATE_FLOATS) * 4
+    splits = 4 * threads * -(-spec.max_len // _SPLIT_KEYS)
+    rows = max(_TASK_ROWS, _TASK_VALUES // head_size)
+    partials = splits * rows * (head_size + _STATE_FLOATS) * 4
     # Without products of bfloat16 each thread widens a projection's input.
     widened = 0
     if packed and quantization is Quantization.NONE and dtype == torch.bfloat16:
-        widened = threads * min(limits.max_tokens, _WIDENED_ROWS) * max(hidden, inner, config.q_size) * 4
-    beams = beam_bytes(config.vocab_size, limits.max_seqs)
+        widened = threads * min(limits.max_tokens, _WIDENED_ROWS) * max(hidden, inner, attended) * 4
+    beams = beam_bytes(spec.vocab_size, limits.max_seqs)
     return limits.max_tokens * row + logits + beams + partials + widened
 
 

@@ -49,7 +49,7 @@ def largest_batches(
 
 def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
     """Runs the largest steps, greedy and sampled, and moves KV as after a draft."""
-    max_model_len = runner.decoder.config.max_model_len
+    max_model_len = runner.decoder.spec.max_len
     for sampling in (_SAMPLED, _GREEDY):
         for batch in largest_batches(runner.pool, limits, max_model_len, sampling):
             logits = runner.execute(batch).values

@@ -54,7 +54,7 @@ def make_workspace(
     """On the decoder's device. On a CPU, where only tests need one, attention is the decoder's own."""
     device = decoder.device
     # A draft's nodes take one slot each, though their positions end with the model's.
-    max_blocks = -(-(decoder.config.max_model_len + MAX_TREE_NODES) // block_size)
+    max_blocks = -(-(decoder.spec.max_len + MAX_TREE_NODES) // block_size)
     inputs = StaticInputs(limits.max_tokens, limits.max_seqs, max_blocks, device)
     rows = min(limits.max_decode_tokens, MAX_ROWS)
     graph_inputs = None
@@ -62,7 +62,7 @@ def make_workspace(
         graph_inputs = StaticInputs(rows, min(rows, limits.max_seqs), max_blocks, device)
     graph_logits = None
     if graphs:
-        graph_logits = torch.empty(rows, decoder.config.vocab_size, dtype=torch.float32, device=device)
+        graph_logits = torch.empty(rows, decoder.spec.vocab_size, dtype=torch.float32, device=device)
     attention: Attention | None = None
     graph_attention: Attention | None = None
     if device.type == "cuda":
@@ -77,18 +77,18 @@ def step_attentions(
     # Imported on demand: this needs Triton.
     from tandem_kernels.turbo_attention.triton_backend import TritonAttention
 
-    config = decoder.config
+    first = decoder.spec.attentions[0]
     sizes: dict[str, Any] = {
         "max_seq_len": max_seq_len,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_size": config.head_dim,
+        "num_heads": first.heads,
+        "num_kv_heads": first.kv_heads,
+        "head_size": first.k_dim,
         "dtype": decoder.dtype,
         "cache_dtype": cache_dtype,
         "device": decoder.device,
         "draft_tokens": max(1, limits.max_decode_tokens // limits.max_seqs),
     }
-    windows = set(config.windows)
+    windows = {a.window for a in decoder.spec.attentions}
     rows = min(limits.max_decode_tokens, MAX_ROWS)
     eager = TritonAttention.for_steps(
         windows, max_tokens=limits.max_tokens, max_seqs=limits.max_seqs, **sizes

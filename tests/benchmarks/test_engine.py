@@ -10,7 +10,7 @@ from engine_loads import Load, Prompts
 from fake_peers import SERVER, peer
 from machine import AMX
 from tandem_cli.bench.options import BenchOptions
-from toy_floors import CONFIG, PEAKS, WEIGHTS
+from toy_floors import PEAKS, SPEC, WEIGHTS
 
 import engine
 from engine import Bench, Report
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def report() -> Report:
-    return Report("tiny", CONFIG, {"floor, int8": WEIGHTS}, PEAKS)
+    return Report("tiny", SPEC, {"floor, int8": WEIGHTS}, PEAKS)
 
 
 def table(report: Report) -> list[list[str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engine_step import Line, floors_ms, parse_config, step_table
 from machine import AMX
-from toy_floors import CONFIG, PEAKS, WEIGHTS
+from toy_floors import PEAKS, SPEC, WEIGHTS
 
 
 def cells(row: str) -> list[str]:
@@ -28,12 +28,12 @@ def test_steps_are_compared_with_one_row_and_with_their_floor() -> None:
 
 
 def test_the_floor_of_a_draft_is_a_pass_with_logits_for_all_its_rows() -> None:
-    by_rows = floors_ms(CONFIG, WEIGHTS, PEAKS, context=64)
+    by_rows = floors_ms(SPEC, WEIGHTS, PEAKS, context=64)
     # Memory of 1,000 bytes/s: the weights, and 63 tokens of 32 bytes.
     assert by_rows[1] == pytest.approx(1e3 * (1000 + 63 * 32) / 1e3)
     # A machine that reads at once: two operations for each weight of layers and head, and attention to 49 to
     # 64 tokens.
-    computing = floors_ms(CONFIG, WEIGHTS, replace(PEAKS, read_bytes_per_s=1e9), context=64)
+    computing = floors_ms(SPEC, WEIGHTS, replace(PEAKS, read_bytes_per_s=1e9), context=64)
     projections, attention = 2 * 16 * (2 * 432 + 8 * 50), 2 * 2 * 8 * 2 * sum(range(49, 65))
     assert computing[16] == pytest.approx(1e3 * (projections / 16e3 + attention / 4e3))
 

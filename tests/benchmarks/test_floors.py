@@ -10,7 +10,8 @@ import torch
 import toy_models
 from floors import Cost, Pass, Weights, cost, floor_s
 from tandem_engine import model_loader
-from toy_floors import CONFIG, PEAKS, WEIGHTS
+from tandem_engine.models.families.config import sub
+from toy_floors import ATTENTION, PEAKS, SPEC, WEIGHTS
 
 
 def test_a_prompt_is_counted_without_what_is_cached() -> None:
@@ -20,36 +21,38 @@ def test_a_prompt_is_counted_without_what_is_cached() -> None:
     projections = 2 * (3 * 2 * 432 + 8 * 50)
     # They see 6, 7 and 8 tokens; scores and values of 4 heads of size 2.
     attention = 2 * 2 * (4 * 2) * 2 * (6 + 7 + 8)
-    assert cost(CONFIG, WEIGHTS, Pass(3, cached_tokens=5)) == Cost(num_bytes, projections, attention)
+    assert cost(SPEC, WEIGHTS, Pass(3, cached_tokens=5)) == Cost(num_bytes, projections, attention)
 
 
 def test_a_step_of_a_batch_reads_weights_once_and_each_cache() -> None:
-    one, four = (cost(CONFIG, WEIGHTS, Pass(1, cached_tokens=9, num_seqs=n)) for n in (1, 4))
+    one, four = (cost(SPEC, WEIGHTS, Pass(1, cached_tokens=9, num_seqs=n)) for n in (1, 4))
     assert one.num_bytes == 1000 + 9 * 32
     assert four.num_bytes == 1000 + 4 * 9 * 32
     assert (four.projection_ops, four.attention_ops) == (4 * one.projection_ops, 4 * one.attention_ops)
 
 
 def test_every_row_of_a_draft_gets_logits() -> None:
-    plain, draft = (cost(CONFIG, WEIGHTS, Pass(4, cached_tokens=9, logit_rows=n)) for n in (1, 4))
+    plain, draft = (cost(SPEC, WEIGHTS, Pass(4, cached_tokens=9, logit_rows=n)) for n in (1, 4))
     assert draft.projection_ops - plain.projection_ops == 2 * 3 * 8 * 50
 
 
 def test_a_layer_with_a_window_reads_and_sees_no_more_than_it() -> None:
-    windowed = cost(replace(CONFIG, windows=(None, 4)), WEIGHTS, Pass(2, cached_tokens=9))
+    first, mlp, last, _ = SPEC.sublayers
+    sublayers = (first, mlp, sub(replace(ATTENTION, window=4), last.branches[0].pre), mlp)
+    windowed = cost(replace(SPEC, sublayers=sublayers), WEIGHTS, Pass(2, cached_tokens=9))
     assert windowed.num_bytes == 1000 + (9 + 4) * 16
     assert windowed.attention_ops == 2 * 2 * 8 * ((10 + 11) + (4 + 4))
 
 
 def test_the_floor_is_the_larger_time_and_each_part_runs_at_the_rate_of_its_type() -> None:
     one = Pass(3, cached_tokens=5)
-    needed = cost(CONFIG, WEIGHTS, one)
+    needed = cost(SPEC, WEIGHTS, one)
     computing_s = needed.projection_ops / 16e3 + needed.attention_ops / 4e3
     reading_s = needed.num_bytes / 1e3
     assert computing_s < reading_s
-    assert floor_s(CONFIG, WEIGHTS, PEAKS, one) == pytest.approx(reading_s)
+    assert floor_s(SPEC, WEIGHTS, PEAKS, one) == pytest.approx(reading_s)
     fast_memory = replace(PEAKS, read_bytes_per_s=1e6)
-    assert floor_s(CONFIG, WEIGHTS, fast_memory, one) == pytest.approx(computing_s)
+    assert floor_s(SPEC, WEIGHTS, fast_memory, one) == pytest.approx(computing_s)
 
 
 def test_weights_are_those_that_a_step_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

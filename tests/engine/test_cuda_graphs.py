@@ -72,8 +72,7 @@ def decode_batch(rng: random.Random, num_seqs: int, all_blocks: list[int]) -> Ba
 def make_runner(folder: Path, dtype: torch.dtype, num_blocks: int, device: str = "cpu") -> ModelRunner:
     """Over a cache of random KV, the same for the same sizes; it takes the decoder's inputs as they are."""
     decoder = load_decoder(folder, dtype, device)
-    config = decoder.config
-    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype)
+    shape = KVShape.of(decoder.spec, BLOCK_SIZE, dtype)
     pool = KVPool(shape, num_blocks, torch.device(device))
     generator = torch.Generator().manual_seed(5)
     for cache in pool.caches:

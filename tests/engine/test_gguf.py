@@ -63,6 +63,10 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def bits_of(source: GgufSource) -> int:
+    return quantized_bits(ModelConfig.from_hf(source.hf_config()), source)
+
+
 def folder_of(path: Path) -> Path:
     """A model folder around a GGUF file, as pull makes it, with a toy tokenizer."""
     folder = path.parent / f"{path.stem}-folder"
@@ -74,7 +78,7 @@ def folder_of(path: Path) -> Path:
         name="tiny", revision="ab" * 32, source="test", license="unknown", architecture=source.architecture,
         max_model_len=CONTEXT, vocab_size=VOCABULARY, eos_token_ids=(2,), bos_token="", eos_token="</s>",
         chat_template="", tokenizer_hash="", add_bos=False, weights=str(path),
-        weight_bits=quantized_bits(source),
+        weight_bits=bits_of(source),
     ).write(folder)  # fmt: skip
     return folder
 
@@ -104,7 +108,7 @@ def test_every_format_gives_transformers_logits(tmp_path: Path, kind: Kind) -> N
     theirs = transformers_logits(path)
     assert theirs.std() > 0.1
     torch.testing.assert_close(logits_of(folder), theirs, atol=1e-4, rtol=1e-5)
-    bits = quantized_bits(GgufSource(path))
+    bits = bits_of(GgufSource(path))
     grid = grid_of(kind)
     assert bits == (pick_packing(grid).bits if grid else 0)
     if bits:
@@ -167,7 +171,7 @@ def test_each_part_of_a_projection_keeps_its_bits(tmp_path: Path, mix: str) -> N
     theirs, ours = transformers_logits(path), logits_of(folder, Quantization.W4A8)
     assert (ours - theirs).square().mean() < 2e-3 * theirs.square().mean()
     decoder = load_decoder(folder, torch.float32, quantization=Quantization.W4A8)
-    qkv = decoder._layers[0].qkv_proj
+    qkv = decoder._sublayers[0].branches[0].mixer.qkv
     if native.LIBRARY is not None:
         assert isinstance(qkv, PackedLinear)
         assert len(qkv.projection.weight.parts) == {"q4_k_m": 2, "gate in 8": 2, "keys in float16": 3}[mix]
@@ -215,7 +219,7 @@ def test_qwen2_biases_and_norms_stay_float32(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(folder), transformers_logits(path), atol=1e-4, rtol=1e-5)
     decoder, source = load_decoder(folder, torch.bfloat16), GgufSource(path)
     norm = source.get("model.layers.1.input_layernorm.weight")
-    assert torch.equal(decoder._layers[1].input_norm, norm)
+    assert torch.equal(decoder._sublayers[2].branches[0].pre_norm.weight, norm)
     assert not torch.equal(norm, norm.bfloat16().float())
 
 
@@ -282,7 +286,8 @@ def test_rope_keys_mean_what_transformers_computes(
             add(f"llama.rope.scaling.{key}", value)
 
     (path,) = write_gguf(tmp_path / "model.gguf", lambda name: Kind.Q8_0, keys=keys)
-    rope = ModelConfig.from_hf(GgufSource(path).hf_config()).rope
+    rope = ModelConfig.from_hf(GgufSource(path).hf_config()).spec.attentions[0].rope
+    assert rope is not None
     config = LlamaConfig(
         hidden_size=HIDDEN, num_attention_heads=4, max_position_embeddings=CONTEXT,
         rope_parameters={"rope_theta": 10000.0} | expected,
@@ -291,7 +296,7 @@ def test_rope_keys_mean_what_transformers_computes(
     theirs, factor = default, 1.0
     if expected["rope_type"] != "default":
         theirs, factor = ROPE_INIT_FUNCTIONS[expected["rope_type"]](config, "cpu")
-    torch.testing.assert_close(inverse_frequencies(rope, 64), theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inverse_frequencies(rope), theirs, rtol=1e-6, atol=0)
     assert rope.attention_factor == pytest.approx(factor)
 
 

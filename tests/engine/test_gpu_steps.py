@@ -21,6 +21,7 @@ import pytest
 import torch
 from native_libraries import native_library
 from tandem_core.errors import CapacityError
+from tandem_core.model.spec import Attention
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.drafter import Drafter, DraftPolicy
 from tandem_engine import assemble, device_copies, kv_pool
@@ -33,6 +34,7 @@ from tandem_engine.engine import Engine
 from tandem_engine.kv_pool import KVPool, KVShape, graph_reserve
 from tandem_engine.model_loader import load_decoder
 from tandem_engine.models import decoder as decoder_module
+from tandem_engine.models import mixers
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.decoder import Decoder
 from tandem_engine.models.linear import PlainLinear
@@ -117,12 +119,13 @@ def test_nothing_is_compiled_after_the_warm_up(
     from tandem_kernels.gpu import draw_tokens, elementwise, move_slots, rope_store
 
     launches = record_launches(monkeypatch)
-    for name, function in (
-        ("add_norm", elementwise.add_norm),
-        ("activate", lambda x, act, gated: elementwise.activate(x, act, gated, None, x.dtype)),
-        ("rope_store", rope_store.rope_store),
-    ):
-        monkeypatch.setattr(decoder_module, name, function)
+
+    def activate(x: torch.Tensor, act: str, gated: bool, limit: float | None) -> torch.Tensor:
+        return elementwise.activate(x, act, gated, limit, x.dtype)
+
+    monkeypatch.setattr(decoder_module, "add_norm", elementwise.add_norm)
+    monkeypatch.setattr(mixers, "activate", activate)
+    monkeypatch.setattr(mixers, "rope_store", rope_store.rope_store)
     monkeypatch.setattr(
         device_module, "draw_tokens", lambda *tensors: draw_tokens.draw_tokens(*tensors).zero_()
     )
@@ -131,8 +134,7 @@ def test_nothing_is_compiled_after_the_warm_up(
     )
     with native_library("off"):
         decoder = load_decoder(tiny_model, torch.bfloat16)
-    config = decoder.config
-    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, torch.bfloat16)
+    shape = KVShape.of(decoder.spec, BLOCK_SIZE, torch.bfloat16)
     space = make_workspace(decoder, BLOCK_SIZE, shape.dtype, LIMITS, graphs=True)
     max_seq_len = space.inputs.max_blocks * BLOCK_SIZE
     attention, graph_attention = step_attentions(decoder, max_seq_len, shape.dtype, LIMITS)
@@ -271,7 +273,7 @@ class Waits:
         patch.setattr(
             decoder_module,
             "rotation_table",
-            lambda rope, size, length: torch.empty(length, size // 2, dtype=torch.complex64, device="cuda:0"),
+            lambda rope, length: torch.empty(length, rope.dims // 2, dtype=torch.complex64, device="cuda:0"),
         )
         patch.setattr(FakeTensor, "__getitem__", getitem, raising=False)
         patch.setattr(FakeTensor, "copy_", copy_, raising=False)
@@ -309,11 +311,12 @@ def fake_decoder() -> Decoder:
     tensors = {"embed_tokens.weight": weight(VOCABULARY, 64), "norm.weight": weight(64)}
     for n in range(2):
         for name, shape in {
-            "input_norm": (64,), "qkv_proj": (128, 64), "o_proj": (64, 64), "post_norm": (64,),
-            "gate_up_proj": (224, 64), "down_proj": (64, 112),
+            f"{2 * n}.0.pre_norm": (64,), f"{2 * n}.0.qkv_proj": (128, 64), f"{2 * n}.0.o_proj": (64, 64),
+            f"{2 * n + 1}.0.pre_norm": (64,), f"{2 * n + 1}.0.gate_up_proj": (224, 64),
+            f"{2 * n + 1}.0.down_proj": (64, 112),
         }.items():  # fmt: skip
-            tensors[f"layers.{n}.{name}.weight"] = weight(*shape)
-    return Decoder(config, tensors, PlainLinear)
+            tensors[f"sublayers.{name}.weight"] = weight(*shape)
+    return Decoder(config.spec, tensors, PlainLinear)
 
 
 SHAPE = KVShape(2, 2, 16, BLOCK_SIZE, torch.bfloat16)
@@ -430,7 +433,7 @@ def test_plans_share_one_memory_of_partial_results() -> None:
 @pytest.mark.parametrize("chunk_size", [512, 8192])
 def test_partial_results_stay_within_a_fixed_memory(max_seqs: int, chunk_size: int) -> None:
     decoder = SimpleNamespace(
-        config=SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128, windows=(None, 4096)),
+        spec=SimpleNamespace(attentions=[Attention(32, 8, 128, 128, 0.1, None, w) for w in (None, 4096)]),
         dtype=torch.bfloat16,
         device="cpu",
     )

@@ -151,12 +151,13 @@ def test_a_prompt_of_16k_tokens_takes_the_memory_that_was_said(
 @pytest.mark.skipif("avx2" not in NATIVE, reason="only kernels without bfloat16 products widen")
 def test_what_bfloat16_takes_without_products_of_its_own_is_counted(long_context_model: Path) -> None:
     rows, depth, threads = 512, 16_384, 1  # of several threads one may find no work, and takes nothing
-    config = replace(ModelConfig.from_folder(long_context_model), intermediate_size=depth)
+    raw = json.loads((long_context_model / "config.json").read_text()) | {"intermediate_size": depth}
+    spec = ModelConfig.from_hf(raw).spec
     limits = StepLimits(max_tokens=rows, max_seqs=1, max_decode_tokens=1)
 
     def said(quantization: Quantization) -> int:
         return step_bytes(
-            config, torch.bfloat16, limits, packed=True, quantization=quantization, threads=threads
+            spec, torch.bfloat16, limits, packed=True, quantization=quantization, threads=threads
         )
 
     widened = said(Quantization.NONE) - said(Quantization.W8A8)
@@ -222,6 +223,6 @@ def test_a_shorter_context_takes_less_memory(
 
 def test_the_decoder_is_as_long_as_the_texts(long_context_model: Path) -> None:
     decoder = model_loader.load_decoder(long_context_model, torch.float32, max_model_len=128)
-    assert decoder.config.max_model_len == 128
+    assert decoder.spec.max_len == 128
     whole = model_loader.load_decoder(long_context_model, torch.float32)
-    assert whole.config.max_model_len == LONG_CONTEXT
+    assert whole.spec.max_len == LONG_CONTEXT

@@ -74,8 +74,11 @@ def test_tensors_are_fused_and_rotary_pairs_become_neighbours(folder: Path) -> N
     ours, theirs = load_file(ensure_weights(folder, torch.float32)), hf_tensors()
     p = "model.layers.1"
     gate_up = torch.cat([theirs[f"{p}.mlp.gate_proj.weight"], theirs[f"{p}.mlp.up_proj.weight"]])
-    assert torch.equal(ours["layers.1.gate_up_proj.weight"], gate_up)
-    qkv, q, v = ours["layers.1.qkv_proj.weight"], *(theirs[f"{p}.self_attn.{x}_proj.weight"] for x in "qv")
+    assert torch.equal(ours["sublayers.3.0.gate_up_proj.weight"], gate_up)
+    qkv, q, v = (
+        ours["sublayers.2.0.qkv_proj.weight"],
+        *(theirs[f"{p}.self_attn.{x}_proj.weight"] for x in "qv"),
+    )
     assert torch.equal(qkv[96:], v)
     head = 3
     for d in range(8):
@@ -295,8 +298,8 @@ def test_gguf_hyperparameters_become_the_same_config(tmp_path: Path) -> None:
 def test_a_gguf_with_a_window_is_mistral(tmp_path: Path) -> None:
     write_gguf(tmp_path / "weights.gguf", window=33)
     config = ModelConfig.from_hf(GgufSource(tmp_path / "weights.gguf").hf_config())
-    assert config.architecture == "mistral"
-    assert config.windows == (33, 33)
+    assert config.model_type == "mistral"
+    assert [a.window for a in config.spec.attentions] == [33, 33]
 
 
 def test_quantized_gguf_tensors_are_dequantized(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_local_folder_is_taken_in_under_its_name(home: Path, checkpoint: Path)
     assert not (folder / "model.safetensors").exists(), "a local source is not copied"
     tokenizer = Tokenizer(folder)
     assert tokenizer.decode(tokenizer.encode("tandem ✓")) == "tandem ✓"
-    assert load_decoder(folder, torch.float32).config.vocab_size == 300
+    assert load_decoder(folder, torch.float32).spec.vocab_size == 300
 
 
 def test_a_checkpoint_ends_by_the_same_names_as_a_gguf(home: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_pulling_again_changes_nothing(home: Path, checkpoint: Path) -> None:
 def test_a_single_safetensors_file_brings_its_neighbours(home: Path, checkpoint: Path) -> None:
     folder = pull(str(checkpoint / "model.safetensors"))
     assert folder.name == "model"
-    assert load_decoder(folder, torch.float32).config.num_layers == 1
+    assert len(load_decoder(folder, torch.float32).spec.cached) == 1
 
 
 def test_the_revision_is_of_the_weights(home: Path, checkpoint: Path, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_repository_of_the_hub_is_taken_in_at_its_commit(home: Path, hub: Path
     manifest = ModelManifest.read(folder)
     assert (manifest.name, manifest.source) == ("tandem-tests/tiny", f"hub:tandem-tests/tiny@{COMMIT}")
     assert manifest.revision == ModelManifest.read(pull(str(checkpoint))).revision
-    assert load_decoder(folder, torch.float32).config.vocab_size == 300
+    assert load_decoder(folder, torch.float32).spec.vocab_size == 300
 
 
 @pytest.mark.parametrize("beside", [(), ("config.json", "tokenizer.json")])

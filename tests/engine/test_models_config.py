@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.spec import Attention, Head, Rope
 from tandem_engine.models import ModelConfig
 from tandem_engine.models.layout import WeightForm, stored_tensors
 
@@ -25,36 +26,38 @@ BASE: dict[str, Any] = {
 
 
 def test_defaults_follow_hugging_face() -> None:
-    config = ModelConfig.from_hf(BASE)
-    assert config.num_kv_heads == 4
-    assert config.head_dim == 16
-    assert config.windows == (None, None, None)
-    assert config.rope.theta == 10000.0
-    assert not config.tie_word_embeddings
+    spec = ModelConfig.from_hf(BASE).spec
+    attention = Attention(heads=4, kv_heads=4, k_dim=16, v_dim=16, scale=0.25, rope=Rope(16))
+    assert spec.attentions == (attention,) * 3
+    assert spec.head == Head(tied=False)
 
 
 def test_rope_is_read_from_transformers_4_and_5_alike() -> None:
     old = BASE | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = BASE | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
     assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
-    assert ModelConfig.from_hf(old).rope.factor == 2.0
+    rope = ModelConfig.from_hf(old).spec.attentions[0].rope
+    assert rope == Rope(16, "linear", 5e5, 2.0)
+
+
+def windows(raw: dict[str, Any]) -> list[int | None]:
+    return [a.window for a in ModelConfig.from_hf(raw).spec.attentions]
 
 
 def test_windows_without_layer_types_start_at_max_window_layers() -> None:
     raw = BASE | {"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1}
-    assert ModelConfig.from_hf(raw).windows == (None, None, None)
-    assert ModelConfig.from_hf(raw | {"use_sliding_window": True}).windows == (None, 8, 8)
+    assert windows(raw) == [None, None, None]
+    assert windows(raw | {"use_sliding_window": True}) == [None, 8, 8]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model_type": "gemma3"}, "'gemma3' is not supported; use one of llama"),
-        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"model_type": "mamba9"}, "'mamba9' is not supported; use one of"),
+        ({"hidden_act": "quick_gelu"}, "'quick_gelu'"),
         ({"quantization_config": {"bits": 4}}, "use the unquantized model or a GGUF"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
-        ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"num_key_value_heads": 3}, "does not divide"),
         ({"head_dim": 15}, "odd"),
         ({"attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0, which is not positive"),
@@ -84,8 +87,8 @@ def test_an_unreadable_file_is_one_clear_error(tmp_path: Path, content: str | No
 def test_the_file_layout_fuses_projections() -> None:
     raw = BASE | {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True}
     config = ModelConfig.from_hf(json.loads(json.dumps(raw)))
-    shapes = {t.name: t.shape for t in stored_tensors(config, WeightForm(torch.float32))}
-    assert shapes["layers.0.qkv_proj.weight"] == (64 + 2 * 32, 64)
-    assert shapes["layers.0.qkv_proj.bias"] == (128,)
-    assert shapes["layers.2.gate_up_proj.weight"] == (192, 64)
+    shapes = {t.name: t.shape for t in stored_tensors(config.spec, config.names, WeightForm(torch.float32))}
+    assert shapes["sublayers.0.0.qkv_proj.weight"] == (64 + 2 * 32, 64)
+    assert shapes["sublayers.0.0.qkv_proj.bias"] == (128,)
+    assert shapes["sublayers.5.0.gate_up_proj.weight"] == (192, 64)
     assert "lm_head.weight" not in shapes

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from native_libraries import native_library
-from paged_model import BLOCK_SIZE, PagedModel
+from paged_model import BLOCK_SIZE, PagedModel, kv_caches
 from tandem_engine.model_loader import load_decoder, pull
 from tandem_engine.models import Decoder, ModelConfig, ModelInputs
 from tandem_engine.models.layout import WeightForm, stored_tensors
@@ -239,12 +239,12 @@ def test_sinks_and_kv_scales_among_the_tensors_reach_attention(cache_dtype: torc
     generator = torch.Generator().manual_seed(3)
     tensors = {
         stored.name: torch.randn(stored.shape, generator=generator) / 8
-        for stored in stored_tensors(config, WeightForm(torch.float32))
+        for stored in stored_tensors(config.spec, config.names, WeightForm(torch.float32))
     }
-    for n in range(config.num_layers):
-        tensors[f"layers.{n}.sinks"] = torch.randn(config.num_heads, generator=generator)
+    for n, a in enumerate(config.spec.attentions):
+        tensors[f"sublayers.{2 * n}.0.sinks"] = torch.randn(a.heads, generator=generator)
         if cache_dtype == torch.int8:
-            tensors |= {f"layers.{n}.{x}_scale": torch.full((config.num_kv_heads,), 0.02) for x in "kv"}
+            tensors |= {f"sublayers.{2 * n}.0.{x}_scale": torch.full((a.kv_heads,), 0.02) for x in "kv"}
     plain = {name: t for name, t in tensors.items() if not name.endswith(("sinks", "scale"))}
     inputs = ModelInputs(
         input_ids=torch.tensor([5, 7, 11]),
@@ -258,10 +258,9 @@ def test_sinks_and_kv_scales_among_the_tensors_reach_attention(cache_dtype: torc
     )
 
     def run(tensors: dict[str, Tensor], dtype: torch.dtype, backend: str) -> Tensor:
-        shape = (1, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-        caches = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
-        decoder = Decoder(config, tensors, linear_policy(torch.float32, torch.device("cpu"), 0))
-        attention = make_attention(torch.float32, config.head_dim, torch.device("cpu"), backend=backend)
+        caches = kv_caches(config.spec, 1, dtype)
+        decoder = Decoder(config.spec, tensors, linear_policy(torch.float32, torch.device("cpu"), 0))
+        attention = make_attention(torch.float32, 16, torch.device("cpu"), backend=backend)
         return decoder.forward(inputs, caches, attention=attention)
 
     ours = run(tensors, cache_dtype, "auto")

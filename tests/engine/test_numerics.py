@@ -58,6 +58,7 @@ def test_what_the_source_holds_is_noted_once(folder: Path, tmp_path: Path) -> No
     manifest = ModelManifest.read(folder)
     weights = str((folder / manifest.weights).resolve())
     replace(manifest, weights=weights, weight_bits=None).write(tmp_path)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     assert source_bits(tmp_path) == 4
     assert ModelManifest.read(tmp_path).weight_bits == 4
 

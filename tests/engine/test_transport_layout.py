@@ -13,7 +13,7 @@ LAYOUT = KVLayout(
     kv_quantization="none",
     groups=(kv_group(range(30), 3, 64),),
     block_size=64,
-    rope="theta=100000.0,scaling=none",
+    spec="0123456789abcdef",
 )
 
 
@@ -34,7 +34,7 @@ def test_equal_layouts_pass() -> None:
         {"dtype": "float32"},
         {"kv_quantization": "per_tensor"},
         {"block_size": 32},
-        {"rope": "theta=10000.0,scaling=none"},
+        {"spec": "fedcba9876543210"},
         {"block_layout": "KV,T,H,D"},
         {"wire_version": 1},
     ],
@@ -58,7 +58,7 @@ def test_a_description_that_cannot_be_read_is_still_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"dtype": "complex64"}, {"groups": ()}, {"block_size": 0}, {"rope": "a; b"}]
+    "change", [{"dtype": "complex64"}, {"groups": ()}, {"block_size": 0}, {"spec": "a; b"}]
 )
 def test_a_layout_without_meaning_is_refused(change: dict[str, str | int]) -> None:
     with pytest.raises(InvariantError):

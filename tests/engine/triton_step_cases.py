@@ -31,30 +31,29 @@ CPU = torch.device("cpu")
 
 def make_decoder(extras: str) -> Decoder:
     """Two layers, the second one with a sliding window; extras: "softcap", "sinks", "scales"."""
-    config = ModelConfig.from_hf(
-        {
-            "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-            "tie_word_embeddings": True,
-        }
-    )  # fmt: skip
-    config = replace(config, windows=(None, 20))
+    raw = {
+        "model_type": "mistral", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+        "tie_word_embeddings": True, "sliding_window": 20,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }  # fmt: skip
     if "softcap" in extras:
-        config = replace(config, attn_logit_softcapping=1.5)
+        raw |= {"attn_logit_softcapping": 1.5}
+    config = ModelConfig.from_hf(raw)
     generator = torch.Generator().manual_seed(1)
     tensors = {
         stored.name: torch.randn(stored.shape, generator=generator) * 0.3
-        for stored in stored_tensors(config, WeightForm(torch.float32))
+        for stored in stored_tensors(config.spec, config.names, WeightForm(torch.float32))
     }
     for n in range(2):
         if "sinks" in extras:
-            tensors[f"layers.{n}.sinks"] = torch.randn(config.num_heads, generator=generator)
+            tensors[f"sublayers.{2 * n}.0.sinks"] = torch.randn(4, generator=generator)
         if "scales" in extras:
             # One number, and one per head in another dtype: both become float32 per head.
-            tensors[f"layers.{n}.k_scale"] = torch.tensor(0.02)
-            tensors[f"layers.{n}.v_scale"] = torch.tensor([0.01, 0.03], dtype=torch.bfloat16)
-    return Decoder(config, tensors, PlainLinear)
+            tensors[f"sublayers.{2 * n}.0.k_scale"] = torch.tensor(0.02)
+            tensors[f"sublayers.{2 * n}.0.v_scale"] = torch.tensor([0.01, 0.03], dtype=torch.bfloat16)
+    return Decoder(config.spec, tensors, PlainLinear)
 
 
 def make_batch(rng: random.Random, *, with_chunk: bool) -> Batch:
@@ -81,9 +80,8 @@ def make_batch(rng: random.Random, *, with_chunk: bool) -> Batch:
 def test_eager_and_graph_steps_compute_what_the_cpu_does(extras: str) -> None:
     rng = random.Random(extras)
     decoder = make_decoder(extras)
-    config = decoder.config
     dtype = torch.int8 if "scales" in extras else torch.float32
-    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype)
+    shape = KVShape.of(decoder.spec, BLOCK_SIZE, dtype)
     generator = torch.Generator().manual_seed(2)
     pool, other = (KVPool(shape, LIMITS.max_seqs * BLOCKS_EACH, CPU) for _ in range(2))
     for cache, copy in zip(pool.caches, other.caches, strict=True):
@@ -118,7 +116,7 @@ def test_softcap_and_sinks_change_the_result() -> None:
     results = []
     for extras in ("plain", "softcap", "sinks"):
         decoder = make_decoder(extras)
-        shape = KVShape(2, 2, decoder.config.head_dim, BLOCK_SIZE, torch.float32)
+        shape = KVShape.of(decoder.spec, BLOCK_SIZE, torch.float32)
         pool = KVPool(shape, LIMITS.max_seqs * BLOCKS_EACH, CPU)
         for cache in pool.caches:
             cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(2)))

@@ -14,7 +14,7 @@ LAYOUT = KVLayout(
     kv_quantization="none",
     groups=(kv_group(range(2), 8, 64),),
     block_size=64,
-    rope="theta=10000.0",
+    spec="0123456789abcdef",
 )
 BLOCK = LAYOUT.max_block_bytes
 NUM_BLOCKS = 8

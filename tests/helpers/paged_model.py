@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tandem_core.model.spec import ModelSpec
 from tandem_engine.models import Decoder, ModelInputs
 from tandem_kernels import AttentionMetadata
 from torch import Tensor
@@ -10,15 +11,23 @@ from torch import Tensor
 BLOCK_SIZE = 16
 
 
+def kv_caches(
+    spec: ModelSpec, num_blocks: int, dtype: torch.dtype, *, block_size: int = BLOCK_SIZE, fill: float = 0.0
+) -> list[Tensor]:
+    """A cache per layer, each number `fill`."""
+    return [
+        torch.full((num_blocks, 2, a.kv_heads, block_size, a.k_dim), fill, dtype=dtype)
+        for a in spec.attentions
+    ]
+
+
 class PagedModel:
     """A decoder with its cache; sequence b owns every third block, in falling order."""
 
     def __init__(self, decoder: Decoder, num_sequences: int, max_blocks: int = 8) -> None:
         self.decoder = decoder
-        config = decoder.config
         num_blocks = num_sequences * max_blocks
-        shape = (num_blocks, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-        self.kv = [torch.full(shape, float("nan"), dtype=decoder.dtype) for _ in range(config.num_layers)]
+        self.kv = kv_caches(decoder.spec, num_blocks, decoder.dtype, fill=float("nan"))
         ids = torch.arange(num_blocks, dtype=torch.int32).flip(0)
         self.block_table = ids.view(max_blocks, num_sequences).t().contiguous()
         self.lengths = [0] * num_sequences

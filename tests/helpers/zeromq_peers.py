@@ -17,7 +17,7 @@ LAYOUT = KVLayout(
     kv_quantization="none",
     groups=(kv_group(range(2), 1, 8),),
     block_size=16,
-    rope="theta=10000.0",
+    spec="0123456789abcdef",
 )
 BLOCK = LAYOUT.max_block_bytes
 WAIT_MS = 5000

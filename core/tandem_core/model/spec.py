@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -48,8 +48,8 @@ class Norm:
 class Rope:
     """Rotary embedding of the first `dims` elements of a head; the rest is copied.
 
-    `kind` is one of default, linear, llama3, yarn, table. The other values are read by the kinds that name
-    them. Equal values are one table in memory.
+    `kind` is one of default, linear, llama3, yarn, table, longrope. The other values are read by the kinds
+    that name them. Equal values are one table in memory.
     """
 
     dims: int
@@ -67,8 +67,18 @@ class Rope:
     #: Multiplies cos and sin.
     attention_factor: float = 1.0
     #: table: each of the dims / 2 frequencies is divided by its number here and by factor; infinity: that
-    #: pair is not rotated.
+    #: pair is not rotated. longrope: for texts of at most original_max_len tokens.
     table: tuple[float, ...] = ()
+    #: longrope: for longer texts.
+    long_table: tuple[float, ...] = ()
+
+    def limited_to(self, max_len: int) -> Rope:
+        """For a server of texts up to `max_len`: longrope becomes one of its tables, because cached keys
+        cannot be rotated again when a text grows."""
+        if self.kind != "longrope":
+            return self
+        table = self.long_table if max_len > self.original_max_len else self.table
+        return replace(self, kind="table", factor=1.0, table=table, long_table=())
 
 
 @dataclass(frozen=True)
@@ -249,6 +259,24 @@ class ModelSpec:
             if isinstance(branch.mixer, Attention | GatedDelta)
         )
 
+    @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        return tuple(mixer for mixer in self.cached if isinstance(mixer, Attention))
+
+    def limited_to(self, max_len: int) -> ModelSpec:
+        """The model for texts of at most `max_len` tokens."""
+
+        def limited(mixer: Mixer) -> Mixer:
+            if isinstance(mixer, Attention) and mixer.rope is not None:
+                return replace(mixer, rope=mixer.rope.limited_to(max_len))
+            return mixer
+
+        sublayers = tuple(
+            replace(sublayer, branches=tuple(replace(b, mixer=limited(b.mixer)) for b in sublayer.branches))
+            for sublayer in self.sublayers
+        )
+        return replace(self, max_len=min(max_len, self.max_len), sublayers=sublayers)
+
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """Every cached layer in exactly one group; groups in the order of their first layers."""
         grouped: dict[tuple[CacheKind, tuple[CachePart, ...], int | None], list[int]] = {}
@@ -261,8 +289,9 @@ class ModelSpec:
 
     @cached_property
     def hash(self) -> str:
-        """32 hex digits, equal for equal specs in every process."""
-        text = json.dumps(_plain(self), sort_keys=True, separators=(",", ":"))
+        """32 hex digits, equal in every process for specs that are equal except for max_len: that changes
+        neither weights nor keys."""
+        text = json.dumps(_plain(replace(self, max_len=0)), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -35,6 +35,7 @@ from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.model_loader.safetensors_source import SafetensorsSource
 from tandem_engine.model_loader.stored import Grid, Stored, pack, pick_packing
 from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.families import Names
 from tandem_engine.models.layout import (
     FileTensor,
     Quantization,
@@ -45,13 +46,11 @@ from tandem_engine.models.layout import (
     stored_tensors,
 )
 
-#: Changes when layout.py does: files of another layout are made again.
-LAYOUT_VERSION = "3"
+#: Changes when layout.py does: files of another layout are made again, as those of another spec.
+LAYOUT_VERSION = "4"
 #: Numbers of a weight that are converted at once: their float32 stays in the caches.
 _SPAN = 1 << 20
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-#: Tensors that some exports hold, computed ones rather than weights.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 
 
 class WeightSource(Protocol):
@@ -97,14 +96,13 @@ def ensure_weights(
             f"quantization {quantization} does not work with float16; use dtype float32 or bfloat16"
         )
     form = WeightForm(dtype, packed, quantization)
-    manifest = ModelManifest.read(folder)
-    path = folder / form.file_name
-    if _is_current(path, manifest.revision, form):
+    manifest, config = ModelManifest.read(folder), ModelConfig.from_folder(folder)
+    path, wanted = folder / form.file_name, _metadata(config, manifest.revision, form)
+    if _is_current(path, wanted):
         return path
     try:
         with locked(folder / ".convert.lock"):
-            if not _is_current(path, manifest.revision, form):
-                config = ModelConfig.from_folder(folder)
+            if not _is_current(path, wanted):
                 source = open_source((folder / manifest.weights).resolve())
                 write_weights(path, config, source, form, manifest.revision, progress)
     except OSError as error:
@@ -121,15 +119,18 @@ def source_bits(folder: Path) -> int:
     # Earlier versions wrote 0 for GGUF formats that are taken as quantized now.
     if manifest.weight_bits or (manifest.weight_bits == 0 and not manifest.weights.endswith(".gguf")):
         return manifest.weight_bits
-    bits = quantized_bits(open_source((folder / manifest.weights).resolve()))
+    config = ModelConfig.from_folder(folder)
+    bits = quantized_bits(config, open_source((folder / manifest.weights).resolve()))
     with contextlib.suppress(OSError):  # a read-only folder is read again next time
         replace(manifest, weight_bits=bits).write(folder)
     return bits
 
 
-def quantized_bits(source: WeightSource) -> int:
-    """The least bits of a quantized projection's packing; 0 if none is quantized."""
-    grids = [source.grid(name) for name in source.names() if name.endswith("_proj.weight")]
+def quantized_bits(config: ModelConfig, source: WeightSource) -> int:
+    """The least bits of a quantized projection's packing, the head aside; 0 if none is quantized."""
+    stored = stored_tensors(config.spec, config.names.found_in(source.names()), WeightForm(torch.float32))
+    parts = [p for t in stored if t.is_projection and t.name != "lm_head.weight" for p in t.parts]
+    grids = [_grid_of(part, source) for part in parts]
     return min((pick_packing(grid).bits for grid in grids if grid), default=0)
 
 
@@ -151,7 +152,7 @@ def write_weights(
     """Convert every tensor and replace path in one rename. Raises ModelLoadError before anything is kept."""
     pieces = _all_pieces(config, source, form)
     header, total = _header(
-        {p.name: p.in_file for p in pieces}, _metadata(revision, form) | {"formats": _listed(source)}
+        {p.name: p.in_file for p in pieces}, _metadata(config, revision, form) | {"formats": _listed(source)}
     )
     done = 0
     with atomic_write(path) as file, _one_thread():
@@ -189,22 +190,27 @@ class _Piece(NamedTuple):
 
 
 def _all_pieces(config: ModelConfig, source: WeightSource, form: WeightForm) -> list[_Piece]:
-    stored = list(stored_tensors(config, form))
-    _check_names(config, stored, source)
+    names = config.names.found_in(source.names())
+    stored = list(stored_tensors(config.spec, names, form))
+    _check_names(config, names, stored, source)
     _check_shapes(stored, source)
-    is_quantized = quantized_bits(source) > 0
+    is_quantized = quantized_bits(config, source) > 0
     return [piece for tensor in stored for piece in _pieces(tensor, form, source, is_quantized)]
 
 
 def _pieces(tensor: StoredTensor, form: WeightForm, source: WeightSource, is_quantized: bool) -> list[_Piece]:
     packings = [
-        _packing_of(tensor, source.grid(part.hf_name), form.quantization, is_quantized)
-        for part in tensor.parts
+        _packing_of(tensor, _grid_of(part, source), form.quantization, is_quantized) for part in tensor.parts
     ]
     return [
         _Piece(piece_name(tensor.name, n), parts, packing, tensor.in_file(form, packing, parts))
         for n, (packing, parts) in enumerate(tensor.by_packing(packings))
     ]
+
+
+def _grid_of(part: TensorPart, source: WeightSource) -> Grid | None:
+    """How the source has a part quantized by rows of ours."""
+    return None if part.transposed else source.grid(part.hf_name)
 
 
 def _packing_of(
@@ -233,14 +239,13 @@ def _rows_of(piece: _Piece, source: WeightSource) -> Iterator[Tensor]:
     spans = [(part, span) for part in piece.parts for span in _spans(part)]
     for n, (part, span) in enumerate(spans):
         rows: Any
-        grid = source.grid(part.hf_name)
+        grid = _grid_of(part, source)
         if grid and packing is pick_packing(grid):
-            rows = pack(source.stored(part.hf_name, span), packing)
-            if part.num_rotary_heads:
-                rows = rows.rows(part.arrange(torch.arange(part.shape[0]).unsqueeze(1)).flatten())
+            rows = pack(source.stored(part.hf_name, part.in_rows(span)), packing)
+            order = part.order()
+            rows = rows if order is None else rows.rows(order)
         else:
-            rows = source.get(part.hf_name, span)
-            rows = part.arrange(rows) if part.num_rotary_heads else rows
+            rows = part.arrange(source.get(part.hf_name, part.in_rows(span)))
             rows = quantize_weight(rows, packing) if packing else rows.to(piece.in_file.dtype)
         if not packed:
             yield rows
@@ -256,17 +261,17 @@ def _rows_of(piece: _Piece, source: WeightSource) -> Iterator[Tensor]:
 def _spans(part: TensorPart) -> list[slice]:
     """All rows of the part, in spans of whole panels; rows that will be arranged stay together."""
     rows = part.shape[0]
-    if part.num_rotary_heads or len(part.shape) == 1:
+    if not part.is_in_order or len(part.shape) == 1:
         return [slice(0, rows)]
     most = max(_SPAN // part.shape[1] // PANEL, 1) * PANEL
     return [slice(first, min(first + most, rows)) for first in range(0, rows, most)]
 
 
-def _check_names(config: ModelConfig, stored: list[StoredTensor], source: WeightSource) -> None:
+def _check_names(config: ModelConfig, names: Names, stored: list[StoredTensor], source: WeightSource) -> None:
     wanted = {part.hf_name for tensor in stored for part in tensor.parts}
-    offered = {n for n in source.names() if not n.endswith(_IGNORED_SUFFIXES)}
-    if config.tie_word_embeddings:
-        offered.discard("lm_head.weight")
+    offered = {name for name in source.names() if names.uses(name)}
+    if config.spec.head.tied:
+        offered.discard(f"{names.head}.weight")
     if missing := sorted(wanted - offered):
         raise ModelLoadError(
             f"the weights lack {missing[0]} ({len(missing)} of {len(wanted)} tensors are missing); "
@@ -274,7 +279,7 @@ def _check_names(config: ModelConfig, stored: list[StoredTensor], source: Weight
         )
     if extra := sorted(offered - wanted):
         raise ModelLoadError(
-            f"the weights hold {extra[0]}, which a {config.architecture} model with this config has no use "
+            f"the weights hold {extra[0]}, which a {config.model_type} model with this config has no use "
             "for; this variant is not supported"
         )
 
@@ -302,20 +307,21 @@ def _listed(source: WeightSource) -> str:
     return ", ".join(f"{name} {count / total:.0%}" for name, count in formats)
 
 
-def _metadata(revision: str, form: WeightForm) -> dict[str, str]:
-    return {"layout": LAYOUT_VERSION + form.suffix, "revision": revision}
+def _metadata(config: ModelConfig, revision: str, form: WeightForm) -> dict[str, str]:
+    layout = f"{LAYOUT_VERSION}{form.suffix} {config.spec.hash}"
+    return {"layout": layout, "revision": revision}
 
 
 def _check_shapes(stored: list[StoredTensor], source: WeightSource) -> None:
     for part in (part for tensor in stored for part in tensor.parts):
-        if (shape := source.shape(part.hf_name)) != part.shape:
+        if (shape := source.shape(part.hf_name)) != part.in_source:
             raise ModelLoadError(
-                f"{part.hf_name} has shape {shape}, but the config asks for {part.shape}; "
+                f"{part.hf_name} has shape {shape}, but the config asks for {part.in_source}; "
                 "the weights and the config are of different models"
             )
 
 
-def _is_current(path: Path, revision: str, form: WeightForm) -> bool:
+def _is_current(path: Path, wanted: dict[str, str]) -> bool:
     """Whether path is whole, of this layout and of these weights; reads only the header."""
     try:
         with path.open("rb") as file:
@@ -325,7 +331,7 @@ def _is_current(path: Path, revision: str, form: WeightForm) -> bool:
             header = json.loads(file.read(length))
         size = max(e["data_offsets"][1] for n, e in header.items() if n != "__metadata__")
         return (
-            bool(_metadata(revision, form).items() <= header["__metadata__"].items())
+            bool(wanted.items() <= header["__metadata__"].items())
             and path.stat().st_size == 8 + length + size
         )
     except (OSError, ValueError, KeyError, TypeError):

@@ -38,6 +38,7 @@ class _Tensor(NamedTuple):
 def describe(folder: Path) -> ModelDescription:
     """Reads the headers; description.py keeps the result. Raises ModelLoadError."""
     manifest, config = ModelManifest.read(folder), ModelConfig.from_folder(folder)
+    spec = config.spec
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     numerics = pick_numerics(folder, device=str(device))
     form = WeightForm(numerics.dtype, runs_packed(numerics.dtype, device), numerics.quantization)
@@ -53,9 +54,9 @@ def describe(folder: Path) -> ModelDescription:
     read = [
         t for name, t in in_file.items() if name != "embed_tokens.weight" or "lm_head.weight" not in in_file
     ]
-    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, form.dtype)
+    shape = KVShape.of(spec, _BLOCK_SIZE, form.dtype)
     step = step_bytes(
-        config,
+        spec,
         form.dtype,
         _LIMITS,
         packed=form.packed,
@@ -72,7 +73,7 @@ def describe(folder: Path) -> ModelDescription:
         weight_file=form.file_name,
         weight_bytes=sum(t.num_bytes for t in in_file.values()),
         step_bytes=sum(t.num_bytes for t in read),
-        kv_bytes_per_token=2 * config.num_layers * config.kv_size * form.dtype.itemsize,
+        kv_bytes_per_token=shape.num_layers * shape.block_bytes // _BLOCK_SIZE,
         working_bytes=step,
         transfer_bytes=transfer_bytes(shape, _LIMITS.max_seqs),
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from tandem_engine.model_loader.gguf_file import GgufTensor, open_all
 from tandem_engine.model_loader.gguf_formats import grid_of, stored_of, values_of
 from tandem_engine.model_loader.stored import Grid, Stored, numbers_of
-from tandem_engine.models.config import check_architecture
+from tandem_engine.models.families import check_architecture
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",

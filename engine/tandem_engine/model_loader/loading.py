@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tandem_engine.model_loader.convert import ensure_weights, source_bits
 from tandem_engine.models.config import ModelConfig
-from tandem_engine.models.decoder import Decoder
+from tandem_engine.models.decoder import Decoder, supports
 from tandem_engine.models.layout import FileTensor, Quantization, WeightForm, piece_name, stored_tensors
 from tandem_engine.models.linear import linear_policy, pick_dtype
 
@@ -43,16 +43,17 @@ def load_decoder(
 ) -> Decoder:
     """The model of `folder` in `dtype`, for texts of `max_model_len` tokens; 0: the model's own limit. Raises
     ModelLoadError."""
-    config = ModelConfig.from_folder(folder)
-    # The rotation table and attention's states are as long.
-    config = replace(config, max_model_len=min(max_model_len or config.max_model_len, config.max_model_len))
-    target = torch.device(device)
+    config, target = ModelConfig.from_folder(folder), torch.device(device)
+    # The rotation tables and attention's states are as long.
+    spec = config.spec.limited_to(max_model_len or config.spec.max_len)
+    if why := supports(spec, target):
+        raise ModelLoadError(f"{folder.name}: {why}")
     form = WeightForm(dtype, runs_packed(dtype, target), quantization)
     path = ensure_weights(folder, dtype, packed=form.packed, quantization=quantization)
     tensors, packed, formats = _map_tensors(path, config, form, target)
     _log_numerics(folder.name, formats, tensors, packed)
     largest = max(t.numel() for t in tensors.values())
-    return Decoder(config, tensors, linear_policy(dtype, target, largest), packed)
+    return Decoder(spec, tensors, linear_policy(dtype, target, largest), packed)
 
 
 def _map_tensors(
@@ -65,7 +66,7 @@ def _map_tensors(
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             names, formats = set(file.keys()), (file.metadata() or {}).get("formats", "")
-            for stored in stored_tensors(config, form):
+            for stored in stored_tensors(config.spec, config.names, form):
                 numbered = (piece_name(stored.name, n) for n in range(len(stored.parts)))
                 pieces = [file.get_tensor(name) for name in takewhile(names.__contains__, numbered)]
                 plain = stored.in_file(form, None)

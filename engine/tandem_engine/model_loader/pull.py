@@ -38,7 +38,8 @@ from tandem_core.model.registry import DEFAULT_MODEL, folder_name, models_root, 
 from tandem_engine.model_loader.files import OnProgress, digest_of, locked, no_progress, sha256_of
 from tandem_engine.model_loader.model_file import LLAMA2C_SUFFIXES, check_model_file
 from tandem_engine.model_loader.safetensors_files import weight_files
-from tandem_engine.models.config import ModelConfig, check_architecture
+from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.families import check_architecture
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICENSE*"]
 
@@ -319,8 +320,8 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
 
         report("reading the model's header", 0, 0)
         source = GgufSource(weights)
-        checkpoint, license_id, bits = weights, source.license, quantized_bits(source)
-        text = json.dumps(source.hf_config(), indent=2)
+        checkpoint, license_id, raw = weights, source.license, source.hf_config()
+        text, bits = json.dumps(raw, indent=2), quantized_bits(ModelConfig.from_hf(raw), source)
         revision = origin.sha256 or sha256_of(weights, report)
         if len(source.files) > 1:
             revision = digest_of(source.files, report)
@@ -332,16 +333,16 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
     (fresh / "config.json").write_text(text, encoding="utf-8")
     config = ModelConfig.from_folder(fresh)
     report("reading the tokenizer", 0, 0)
-    tokenizer = write_tokenizer(checkpoint, fresh, config.vocab_size)
+    tokenizer = write_tokenizer(checkpoint, fresh, config.spec.vocab_size)
     inside = weights.is_relative_to(fresh)
     ModelManifest(
         name=origin.name,
         revision=revision,
         source=origin.source,
         license=origin.license or license_id,
-        architecture=config.architecture,
-        max_model_len=config.max_model_len,
-        vocab_size=config.vocab_size,
+        architecture=config.model_type,
+        max_model_len=config.spec.max_len,
+        vocab_size=config.spec.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,

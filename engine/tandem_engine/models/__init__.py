@@ -1,4 +1,4 @@
-"""Native decoders of the llama family, driven by configuration.
+"""Native decoders, driven by the spec of a model.
 
 What needs torch is imported on first use (model_loader/__init__.py says why).
 """
@@ -6,14 +6,14 @@ What needs torch is imported on first use (model_loader/__init__.py says why).
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tandem_engine.models.config import ModelConfig, RopeConfig
+from tandem_engine.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from tandem_engine.models.decoder import Decoder, ModelInputs
     from tandem_engine.models.layout import Quantization
     from tandem_engine.models.linear import pick_dtype
 
-__all__ = ["Decoder", "ModelConfig", "ModelInputs", "Quantization", "RopeConfig", "pick_dtype"]
+__all__ = ["Decoder", "ModelConfig", "ModelInputs", "Quantization", "pick_dtype"]
 
 _WITH_TORCH = {
     "Decoder": "decoder",

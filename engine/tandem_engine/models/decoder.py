@@ -1,25 +1,26 @@
 """The decoder: token ids in, hidden states out, keys and values written to the paged cache.
 
 Per step: the runner builds ModelInputs -> `forward` -> the runner picks the rows that sample -> `logits`.
-With packed weights on a CPU `step` does all of it in one compiled call, and `forward` runs all layers, or
-one, in such a call (tandem_kernels.DecoderLayers). Otherwise a layer is a dozen operators, with fused
-projections and one operator for each part between the matrix products. The decoder knows no requests.
+`forward` walks the spec's sublayers, each a few operators (mixers.py). With packed weights on a CPU `step`
+does all of it in one compiled call, and `forward` runs all layers, or one, in such a call
+(tandem_kernels.DecoderLayers), with the same bits. The decoder knows no requests and no family.
 
-Not covered: tensor parallelism, LoRA, mixture of experts.
+Not covered: tensor parallelism, LoRA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tandem_core.errors import InvariantError
+from tandem_core.errors import InvariantError, ModelLoadError
+from tandem_core.model import spec as specs
+from tandem_core.model.spec import Activation, Head, ModelSpec, Norm, NormKind, Rope
 from tandem_kernels import (
     Attention,
-    AttentionLayer,
     AttentionMetadata,
     DecoderEnds,
     DecoderLayers,
@@ -27,16 +28,16 @@ from tandem_kernels import (
     NormWeights,
     PackedWeight,
     StepInputs,
-    activate,
     add_norm,
     make_attention,
-    rope_store,
+    norm_rows,
     runs_interleaved,
 )
+from tandem_kernels.turbo_attention.interface import MAX_HEAD_SIZE
 from torch import Tensor
 
-from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.linear import Linear, PackedLinear
+from tandem_engine.models.mixers import AttentionMixer, Mixer, MixerInputs, MlpMixer, Weights
 from tandem_engine.models.rope import rotation_table
 
 
@@ -61,88 +62,123 @@ class ModelInputs:
 
 
 @dataclass(frozen=True)
-class DecoderLayer:
-    """One layer's projections, norms and attention; `q_norm` and `k_norm` are None without QK norm."""
+class DecoderBranch:
+    pre_norm: NormWeights | None
+    mixer: Mixer
+    post_norm: NormWeights | None
+    #: Whose cache the mixer uses; None: it keeps nothing.
+    layer: int | None
 
-    input_norm: Tensor
-    qkv_proj: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    attention: AttentionLayer
-    o_proj: Linear
-    post_norm: Tensor
-    gate_up_proj: Linear
-    down_proj: Linear
+
+@dataclass(frozen=True)
+class DecoderSublayer:
+    branches: tuple[DecoderBranch, ...]
+    post_norm: NormWeights | None
+    residual_scale: float
+
+
+def supports(spec: ModelSpec, device: torch.device) -> str | None:
+    """Why `Decoder` does not compute this model here, as a sentence; None: it does."""
+    mixers = [branch.mixer for sublayer in spec.sublayers for branch in sublayer.branches]
+    if odd := next((m for m in mixers if not isinstance(m, specs.Attention | specs.Mlp)), None):
+        return (
+            f"the model has layers of kind {type(odd).__name__}, which are not supported; use another model"
+        )
+    shapes = {(a.kv_heads, a.k_dim, a.v_dim) for a in spec.attentions}
+    if len(shapes) != 1:
+        return (
+            f"the model's layers have {len(shapes)} shapes of keys and values, of which one is supported; "
+            "use another model"
+        )
+    _, k_dim, v_dim = shapes.pop()
+    if k_dim != v_dim:
+        return f"the model has values of size {v_dim} and keys of size {k_dim}; use one where they are equal"
+    if device.type == "cuda" and k_dim > MAX_HEAD_SIZE:
+        return (
+            f"head size {k_dim} is more than the {MAX_HEAD_SIZE} that attention on a GPU takes; use "
+            "--device cpu, or another model"
+        )
+    return None
 
 
 class Decoder:
-    """A llama-family decoder over the tensors of layout.py.
+    """A decoder of `spec` over the tensors of layout.py, for texts of up to spec.max_len tokens.
 
     make_linear(weight, bias) chooses how each projection is computed (linear.py); packed: those that the
-    weight file holds for the compiled kernels.
+    weight file holds for the compiled kernels. Raises ModelLoadError for a spec that is not supported.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: ModelSpec,
         tensors: Mapping[str, Tensor],
         make_linear: Callable[[Tensor | PackedWeight, Tensor | None], Linear],
         packed: Mapping[str, PackedWeight] | None = None,
     ) -> None:
-        self.config = config
+        self.spec = spec
         self.embed_tokens = tensors["embed_tokens.weight"]
         self.dtype, self.device = self.embed_tokens.dtype, self.embed_tokens.device
-
-        weights: dict[str, Tensor | PackedWeight] = {**tensors, **(packed or {})}
-
-        def linear(name: str) -> Linear:
-            return make_linear(weights[f"{name}.weight"], tensors.get(f"{name}.bias"))
-
+        if why := supports(spec, self.device):
+            raise ModelLoadError(why)
+        weights = Weights("", tensors, packed or {}, make_linear)
         #: Bytes of all weights and norms, mapped or not.
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self.num_bytes += sum(part.nbytes for weight in (packed or {}).values() for part in weight.parts)
-        self._layers = tuple(
-            DecoderLayer(
-                input_norm=tensors[f"{layer}.input_norm.weight"],
-                qkv_proj=linear(f"{layer}.qkv_proj"),
-                q_norm=tensors.get(f"{layer}.q_norm.weight"),
-                k_norm=tensors.get(f"{layer}.k_norm.weight"),
-                attention=AttentionLayer(
-                    scale=config.head_dim**-0.5,
-                    window=window,
-                    softcap=config.attn_logit_softcapping,
-                    sinks=tensors.get(f"{layer}.sinks"),
-                    k_scale=_kv_scale(tensors.get(f"{layer}.k_scale"), config.num_kv_heads),
-                    v_scale=_kv_scale(tensors.get(f"{layer}.v_scale"), config.num_kv_heads),
-                ),
-                o_proj=linear(f"{layer}.o_proj"),
-                post_norm=tensors[f"{layer}.post_norm.weight"],
-                gate_up_proj=linear(f"{layer}.gate_up_proj"),
-                down_proj=linear(f"{layer}.down_proj"),
-            )
-            for layer, window in ((f"layers.{n}", window) for n, window in enumerate(config.windows))
+        self.num_bytes += sum(part.nbytes for weight in weights.packed.values() for part in weight.parts)
+        self._positions = weights.get("positions.weight")
+        self._sublayers = tuple(self._build(weights))
+        self._norm = weights.norm(spec.norm, "norm")
+        self._lm_head = make_linear(
+            weights.packed.get("lm_head.weight", tensors.get("lm_head.weight", self.embed_tokens)),
+            tensors.get("lm_head.bias"),
         )
-        self._norm = tensors["norm.weight"]
-        self._lm_head = make_linear(weights.get("lm_head.weight", self.embed_tokens), None)
-        self._rotations = rotation_table(config.rope, config.head_dim, config.max_model_len).to(self.device)
-        self._attention = make_attention(self.dtype, config.head_dim, self.device)
+        head_sizes = {a.k_dim for a in spec.attentions}
+        self._attention = {size: make_attention(self.dtype, size, self.device) for size in head_sizes}
         self._compiled = self._compile()
+
+    def _build(self, weights: Weights) -> Iterator[DecoderSublayer]:
+        rotations: dict[Rope | None, Tensor | None] = {None: None}
+        layer = 0
+        for s, sublayer in enumerate(self.spec.sublayers):
+            branches = []
+            for b, branch in enumerate(sublayer.branches):
+                own, mixer = weights.within(f"sublayers.{s}.{b}."), branch.mixer
+                built: Mixer
+                match mixer:
+                    case specs.Attention(rope=rope):
+                        if rope is not None and rope not in rotations:
+                            rotations[rope] = rotation_table(rope, self.spec.max_len).to(self.device)
+                        built = AttentionMixer(mixer, own, rotations[rope], layer)
+                    case specs.Mlp():
+                        built = MlpMixer(mixer, own)
+                    case _:
+                        raise InvariantError(f"supports() let {type(mixer).__name__} pass")
+                caches = isinstance(mixer, specs.Attention)
+                pre, post = own.norm(branch.pre, "pre_norm"), own.norm(branch.post, "post_norm")
+                branches.append(DecoderBranch(pre, built, post, layer if caches else None))
+                layer += caches
+            post = weights.norm(sublayer.post, f"sublayers.{s}.post_norm")
+            yield DecoderSublayer(tuple(branches), post, sublayer.residual_scale)
 
     def _compile(self) -> DecoderLayers | None:
         """All layers as one call, where the kernels cover these weights."""
-        config = self.config
-        layers = [_packed_layer(layer) for layer in self._layers]
-        packed = [layer for layer in layers if layer is not None]
-        if len(packed) < len(layers) or not DecoderLayers.supports(packed, self.dtype, config.head_dim):
+        pairs = zip(self._sublayers[::2], self._sublayers[1::2], strict=False)
+        packed = [layer for pair in pairs if (layer := _packed_layer(*pair)) is not None]
+        first, norm = self.spec.attentions[0], None if self._norm is None else self._norm.weight
+        if (
+            not _is_plain(self.spec)
+            or 2 * len(packed) < len(self._sublayers)
+            or norm is None
+            or not DecoderLayers.supports(packed, self.dtype, first.k_dim)
+        ):
             return None
         return DecoderLayers(
             packed,
             self.dtype,
-            head_size=config.head_dim,
-            eps=config.rms_norm_eps,
-            scale=self._layers[0].attention.scale,
-            softcap=config.attn_logit_softcapping,
-            ends=DecoderEnds(self.embed_tokens, self._norm, self._lm_head.projection)
+            head_size=first.k_dim,
+            eps=self.spec.norm.eps,
+            scale=first.scale,
+            softcap=first.cap,
+            ends=DecoderEnds(self.embed_tokens, norm, self._lm_head.projection)
             if isinstance(self._lm_head, PackedLinear)
             else None,
         )
@@ -159,7 +195,9 @@ class Decoder:
 
     def reads_interleaved(self, block_size: int) -> bool:
         """Whether `forward` takes interleaved caches with blocks of this many tokens."""
-        return self._compiled is not None and runs_interleaved(self.dtype, self.config.head_dim, block_size)
+        return self._compiled is not None and runs_interleaved(
+            self.dtype, self.spec.attentions[0].k_dim, block_size
+        )
 
     @torch.inference_mode()
     def forward(
@@ -180,15 +218,15 @@ class Decoder:
             attention: a backend other than the default for this dtype and device.
             interleaved: how the caches lie (`reads_interleaved`).
         """
-        hidden = F.embedding(inputs.input_ids, self.embed_tokens).float()
         if interleaved and self._compiled is None:
             raise InvariantError("only compiled layers read an interleaved cache")
-        delta: Tensor | None
+        hidden = self._embed(inputs)
         if self._compiled is not None:
             delta = torch.empty_like(hidden, dtype=self.dtype)
             # Layer by layer only for a listener.
-            step = len(self._layers) if on_layer_done is None else 1
-            for first in range(0, len(self._layers), step):
+            num_layers = len(self.spec.cached)
+            step = num_layers if on_layer_done is None else 1
+            for first in range(0, num_layers, step):
                 self._compiled.run(
                     first,
                     first + step,
@@ -203,38 +241,50 @@ class Decoder:
                 )
                 if on_layer_done is not None:
                     on_layer_done(first)
-            return add_norm(hidden, delta, self._rms(self._norm), self.dtype)
-        attention = attention or self._attention
-        attention.prepare(inputs.attention)
-        # The previous layer's contribution; it joins the residual stream with the next norm.
-        delta = None
-        for n, layer in enumerate(self._layers):
-            normed = add_norm(hidden, delta, self._rms(layer.input_norm), self.dtype)
-            query = self._store_kv(layer, normed, inputs, kv_caches[n])
-            attended = attention.run(query, kv_caches[n], layer.attention)
-            delta = layer.o_proj(attended.view(-1, self.config.q_size))
-            normed = add_norm(hidden, delta, self._rms(layer.post_norm), self.dtype)
-            delta = layer.down_proj(activate(layer.gate_up_proj(normed), "silu", gated=True))
-            if on_layer_done is not None:
-                on_layer_done(n)
-        return add_norm(hidden, delta, self._rms(self._norm), self.dtype)
+            return add_norm(hidden, delta, self._norm, self.dtype)
+        backends = self._attention if attention is None else dict.fromkeys(self._attention, attention)
+        for backend in backends.values():
+            backend.prepare(inputs.attention)
+        mixer_inputs = MixerInputs(inputs.positions, inputs.slot_mapping, kv_caches, backends)
+        return self._interpret(hidden, mixer_inputs, on_layer_done)
 
-    def _store_kv(self, layer: DecoderLayer, normed: Tensor, inputs: ModelInputs, kv_cache: Tensor) -> Tensor:
-        """normed [T, H] -> queries [T, Hq, D]; keys and values go into the cache."""
-        return rope_store(
-            layer.qkv_proj(normed),
-            inputs.positions,
-            self._rotations,
-            kv_cache,
-            inputs.slot_mapping,
-            q_norm=None if layer.q_norm is None else self._rms(layer.q_norm),
-            k_norm=None if layer.k_norm is None else self._rms(layer.k_norm),
-            k_scale=layer.attention.k_scale,
-            v_scale=layer.attention.v_scale,
-        )
+    def _embed(self, inputs: ModelInputs) -> Tensor:
+        """[T, H] float32"""
+        hidden = F.embedding(inputs.input_ids, self.embed_tokens).float()
+        if self.spec.embed_scale != 1:
+            hidden *= self.spec.embed_scale
+        if self._positions is not None:
+            hidden += F.embedding(inputs.positions + self.spec.position_offset, self._positions)
+        return hidden
 
-    def _rms(self, weight: Tensor) -> NormWeights:
-        return NormWeights("rms", self.config.rms_norm_eps, weight)
+    def _interpret(
+        self, hidden: Tensor, inputs: MixerInputs, on_layer_done: Callable[[int], None] | None
+    ) -> Tensor:
+        # The previous sublayer's contribution; it joins the residual stream with the next norm.
+        delta: Tensor | None = None
+        scale = 1.0
+        for sublayer in self._sublayers:
+            results = []
+            for branch in sublayer.branches:
+                normed = add_norm(hidden, delta, branch.pre_norm, self.dtype, scale=scale)
+                delta = None
+                result = branch.mixer(normed, inputs)
+                if on_layer_done is not None and branch.layer is not None:
+                    on_layer_done(branch.layer)
+                results.append(result if branch.post_norm is None else norm_rows(result, branch.post_norm))
+            delta, scale = results[0], sublayer.residual_scale
+            for result in results[1:]:
+                delta = (delta.float() + result).to(self.dtype)
+            if sublayer.post_norm is not None:
+                delta = norm_rows(delta, sublayer.post_norm)
+        return add_norm(hidden, delta, self._norm, self.dtype, scale=scale)
+
+    @property
+    def _rotations(self) -> Tensor:
+        """Of the compiled layers."""
+        mixer = self._sublayers[0].branches[0].mixer
+        assert isinstance(mixer, AttentionMixer) and mixer.rotations is not None
+        return mixer.rotations
 
     def step(
         self,
@@ -255,36 +305,69 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden], rows of forward's result -> [R, vocab] float32."""
-        return self._lm_head(hidden, torch.float32)
+        logits, head = self._lm_head(hidden, torch.float32), self.spec.head
+        if head.scale != 1:
+            logits *= head.scale
+        return logits if head.cap is None else torch.tanh(logits / head.cap) * head.cap
 
 
-def _kv_scale(scale: Tensor | None, num_kv_heads: int) -> Tensor | None:
-    """A scale per K/V head as GPU kernels take it, so that no step converts it; one per token as it is."""
-    if scale is None or scale.dim() == 3:
-        return scale
-    return scale.float().expand(num_kv_heads).contiguous()
+def _is_plain(spec: ModelSpec) -> bool:
+    """Whether the model is a llama with equal layers, which are what the compiled call computes."""
+    norm, first = Norm(NormKind.RMS, spec.norm.eps), spec.attentions[0]
+    if first.rope is None or first.rope.dims != first.k_dim:
+        return False
+    if spec.norm != norm or spec.embed_scale != 1 or spec.learned_positions:
+        return False
+    if replace(spec.head, tied=True) != Head(tied=True):
+        return False
+    for s, sublayer in enumerate(spec.sublayers):
+        if len(sublayer.branches) > 1 or sublayer.post or sublayer.residual_scale != 1:
+            return False
+        branch = sublayer.branches[0]
+        mixer = branch.mixer
+        if branch.pre != norm or branch.post:
+            return False
+        if s % 2:
+            if not isinstance(mixer, specs.Mlp) or not mixer.gated or mixer.act is not Activation.SILU:
+                return False
+            if mixer.limit is not None:
+                return False
+        elif not isinstance(mixer, specs.Attention) or mixer != specs.Attention(
+            first.heads, first.kv_heads, first.k_dim, first.k_dim, first.scale, first.rope, mixer.window,
+            first.cap, qk_norm=norm if first.qk_norm else None, biases=mixer.biases,
+        ):  # fmt: skip
+            return False
+    return True
 
 
-def _packed_layer(layer: DecoderLayer) -> LayerWeights | None:
+def _packed_layer(attention: DecoderSublayer, mlp: DecoderSublayer) -> LayerWeights | None:
     """The layer's weights for the compiled call; None if that does not cover the layer."""
-    qkv, o, gate_up, down = layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj
-    attention = layer.attention
+    first, second = attention.branches[0], mlp.branches[0]
+    mixer, after = first.mixer, second.mixer
+    if not (isinstance(mixer, AttentionMixer) and isinstance(after, MlpMixer)):
+        return None
+    qkv, o, gate_up, down = mixer.qkv, mixer.o, after.up, after.down
+    pre, post, layer = first.pre_norm, second.pre_norm, mixer.layer
     if not (
         isinstance(qkv, PackedLinear)
         and isinstance(o, PackedLinear)
         and isinstance(gate_up, PackedLinear)
         and isinstance(down, PackedLinear)
-        and attention.sinks is attention.k_scale is attention.v_scale is None
+        and pre is not None
+        and pre.weight is not None
+        and post is not None
+        and post.weight is not None
+        and layer.sinks is layer.k_scale is layer.v_scale is None
     ):
         return None
     return LayerWeights(
-        input_norm=layer.input_norm,
+        input_norm=pre.weight,
         qkv=qkv.projection,
-        q_norm=layer.q_norm,
-        k_norm=layer.k_norm,
+        q_norm=None if mixer.q_norm is None else mixer.q_norm.weight,
+        k_norm=None if mixer.k_norm is None else mixer.k_norm.weight,
         o=o.projection,
-        post_norm=layer.post_norm,
+        post_norm=post.weight,
         gate_up=gate_up.projection,
         down=down.projection,
-        window=attention.window,
+        window=layer.window,
     )

@@ -3,41 +3,47 @@
 The file (`model-<dtype>.safetensors`) has the layout that the decoder computes with, so processes map it and
 share its pages without a private copy:
 
-    embed_tokens.weight              [V, H]
-    layers.N.input_norm.weight       [H]
-    layers.N.qkv_proj.weight         [(Hq + 2 Hkv) D, H]   queries, keys, values: one GEMM
-    layers.N.qkv_proj.bias           [(Hq + 2 Hkv) D]      qwen2, or attention_bias
-    layers.N.q_norm.weight, k_norm   [D]                   qwen3
-    layers.N.o_proj.weight (, bias)  [H, Hq D]
-    layers.N.post_norm.weight        [H]
-    layers.N.gate_up_proj.weight     [2 I, H]              one GEMM
-    layers.N.down_proj.weight        [H, I]
-    norm.weight                      [H]
-    lm_head.weight                   [V, H]                absent when tied to the embedding
+    embed_tokens.weight         [V, H]
+    positions.weight            [P, H]      a learned embedding of positions
+    sublayers.S.B...            branch B of sublayer S:
+      pre_norm.weight (, bias)  [H]
+      qkv_proj.weight (, bias)  [(Hq + 2 Hkv) D, H]   queries, keys, values: one GEMM
+      gate_proj.weight          [Hq D or Hq, H]       of attention's output
+      q_norm.weight, k_norm     [D], or [Hq D] and [Hkv D] over all heads
+      sinks                     [Hq]
+      o_proj.weight (, bias)    [H, Hq D]
+      gate_up_proj.weight       [2 I, H]              of an MLP: one GEMM; up_proj [I, H] without a gate
+      down_proj.weight (, bias) [H, I]
+      post_norm.weight (, bias) [H]
+    sublayers.S.post_norm       [H]         of all branches
+    norm.weight (, bias)        [H]
+    lm_head.weight (, bias)     [V, H]      weight: absent when tied to the embedding
 
 Further forms of the file hold the projections as the compiled CPU kernels want them
 (tandem_kernels.packed_linear), in dtype (`-packed`) or quantized (`-w8a8`, `-w4a8`), and always
 lm_head.weight, as the embedding is looked up by row. Where the parts of a fused projection have different
 bits, the file holds it in pieces: qkv_proj.weight, qkv_proj.weight.1 and so on.
 
-Rows of queries, keys and their norms are interleaved within each head, dimension d beside d + D/2 (the
-order of llama GGUFs), for rope.py.
+Rows of queries, keys and their norms are interleaved within the rotated part of each head, dimension d beside
+d + r/2 (the order of llama GGUFs), for rope.py. Norms that checkpoints store as w for 1 + w hold 1 + w.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 from math import prod
 from operator import itemgetter
+from types import MappingProxyType
 
 import torch
+from tandem_core.model.spec import Attention, Branch, Mlp, ModelSpec, Norm
 from tandem_kernels import PANEL, Packing, packed_shape, quantized_shape
 from torch import Tensor
 
-from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.families import Fused, Names, kind_of
 
 
 class Quantization(StrEnum):
@@ -89,20 +95,65 @@ class FileTensor:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Rows of rotated heads; of each, the first `dims` are to be interleaved."""
+
+    count: int
+    dims: int
+
+
+@dataclass(frozen=True)
 class TensorPart:
-    """One Hugging Face tensor, with `num_rotary_heads` heads to interleave (0: copied as it is)."""
+    """One Hugging Face tensor or some of its rows, and how they become rows of ours."""
 
     hf_name: str
     shape: tuple[int, ...]
-    num_rotary_heads: int = 0
+    #: Shape of the whole tensor, and its rows that belong to the part: `count` from `first` on, and from each
+    #: further multiple of `stride`, `groups` times.
+    in_source: tuple[int, ...]
+    first: int = 0
+    count: int = 0
+    groups: int = 1
+    stride: int = 0
+    heads: Heads | None = None
+    #: The source has [in, out].
+    transposed: bool = False
+    #: The source has w for 1 + w.
+    one_plus: bool = False
 
-    def arrange(self, tensor: Tensor) -> Tensor:
-        """The tensor with rows in our order: [heads, 2, D/2] becomes [heads, D/2, 2]."""
-        if not self.num_rotary_heads:
-            return tensor
-        half = self.shape[0] // self.num_rotary_heads // 2
-        heads = tensor.reshape(self.num_rotary_heads, 2, half, -1)
-        return heads.transpose(1, 2).reshape(tensor.shape)
+    @property
+    def is_in_order(self) -> bool:
+        """Whether its rows are neighbours in the source and stay in order."""
+        return self.groups == 1 and not (self.heads or self.transposed)
+
+    def in_rows(self, span: slice) -> slice:
+        """The source's rows to read for these of the part, which are all of them unless `is_in_order`."""
+        if self.is_in_order:
+            return slice(self.first + span.start, self.first + span.stop)
+        if self.transposed:
+            return slice(0, self.in_source[0])
+        return slice(self.first, self.first + (self.groups - 1) * self.stride + self.count)
+
+    def order(self) -> Tensor | None:
+        """Which of the rows read becomes each row of ours; None: they are in order."""
+        if self.groups == 1 and not self.heads:
+            return None
+        starts = torch.arange(self.groups) * self.stride
+        rows = (starts.unsqueeze(1) + torch.arange(self.count)).flatten()
+        if self.heads:
+            heads = rows.view(self.heads.count, -1)
+            turned, rest = heads[:, : self.heads.dims], heads[:, self.heads.dims :]
+            pairs = turned.view(self.heads.count, 2, -1).transpose(1, 2).flatten(1)
+            rows = torch.cat([pairs, rest], 1).flatten()
+        return rows
+
+    def arrange(self, read: Tensor) -> Tensor:
+        """What was read by `in_rows` as rows of ours."""
+        if self.transposed:
+            read = read.t()[self.first : self.first + (self.groups - 1) * self.stride + self.count]
+        order = self.order()
+        rows = read if order is None else read[order]
+        return rows.float() + 1 if self.one_plus else rows
 
 
 @dataclass(frozen=True)
@@ -159,38 +210,151 @@ def piece_name(name: str, piece: int) -> str:
     return f"{name}.{piece}" if piece else name
 
 
-def stored_tensors(config: ModelConfig, form: WeightForm) -> Iterator[StoredTensor]:
-    """Every tensor of the file for this config, in file order."""
-    hidden, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
+def stored_tensors(spec: ModelSpec, names: Names, form: WeightForm) -> Iterator[StoredTensor]:
+    """Every tensor of the file for this model, in file order."""
+    hidden = spec.hidden_size
 
-    def plain(name: str, hf_name: str, *shape: int) -> StoredTensor:
-        return StoredTensor(name, (TensorPart(hf_name, shape),))
+    def plain(name: str, hf_name: str, *shape: int, one_plus: bool = False) -> StoredTensor:
+        return StoredTensor(name, (TensorPart(hf_name, shape, shape, count=shape[0], one_plus=one_plus),))
 
-    yield plain("embed_tokens.weight", "model.embed_tokens.weight", config.vocab_size, hidden)
-    for n in range(config.num_layers):
-        ours, theirs = f"layers.{n}", f"model.layers.{n}"
-        attn, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        yield plain(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden)
-        for kind, rest in [("weight", (hidden,)), ("bias", ())][: 1 + config.qkv_bias]:
-            q = TensorPart(f"{attn}.q_proj.{kind}", (config.q_size, *rest), config.num_heads)
-            k = TensorPart(f"{attn}.k_proj.{kind}", (config.kv_size, *rest), config.num_kv_heads)
-            v = TensorPart(f"{attn}.v_proj.{kind}", (config.kv_size, *rest))
-            yield StoredTensor(f"{ours}.qkv_proj.{kind}", (q, k, v))
-        if config.qk_norm:
-            for norm in ("q_norm", "k_norm"):
-                yield StoredTensor(f"{ours}.{norm}.weight", (TensorPart(f"{attn}.{norm}.weight", (d,), 1),))
-        yield plain(f"{ours}.o_proj.weight", f"{attn}.o_proj.weight", hidden, config.q_size)
-        if config.o_bias:
-            yield plain(f"{ours}.o_proj.bias", f"{attn}.o_proj.bias", hidden)
-        yield plain(f"{ours}.post_norm.weight", f"{theirs}.post_attention_layernorm.weight", hidden)
-        for kind, rest in [("weight", (hidden,)), ("bias", ())][: 1 + config.mlp_bias]:
-            gate = TensorPart(f"{mlp}.gate_proj.{kind}", (inner, *rest))
-            up = TensorPart(f"{mlp}.up_proj.{kind}", (inner, *rest))
-            yield StoredTensor(f"{ours}.gate_up_proj.{kind}", (gate, up))
-        yield plain(f"{ours}.down_proj.weight", f"{mlp}.down_proj.weight", hidden, inner)
-        if config.mlp_bias:
-            yield plain(f"{ours}.down_proj.bias", f"{mlp}.down_proj.bias", hidden)
-    yield plain("norm.weight", "model.norm.weight", hidden)
-    if form.holds_head or not config.tie_word_embeddings:
-        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        yield plain("lm_head.weight", head, config.vocab_size, hidden)
+    embedding = f"{names.prefix}{names.embed}.weight"
+    yield plain("embed_tokens.weight", embedding, spec.vocab_size, hidden)
+    if spec.learned_positions:
+        positions = f"{names.prefix}{names.positions}.weight"
+        yield plain("positions.weight", positions, spec.learned_positions, hidden)
+    for s, sublayer in enumerate(spec.sublayers):
+        for b, branch in enumerate(sublayer.branches):
+            yield from _Branch(names, s, b, branch, hidden).tensors()
+        if sublayer.post:
+            first = _Branch(names, s, 0, sublayer.branches[0], hidden)
+            yield from first.norm("sublayer_post", f"sublayers.{s}.post_norm", sublayer.post, hidden)
+    norm = f"{names.prefix}{names.norm}"
+    if spec.norm.weight:
+        yield plain("norm.weight", f"{norm}.weight", hidden, one_plus=names.one_plus)
+    if spec.norm.bias:
+        yield plain("norm.bias", f"{norm}.bias", hidden)
+    if form.holds_head or not spec.head.tied:
+        head = embedding if spec.head.tied else f"{names.head}.weight"
+        yield plain("lm_head.weight", head, spec.vocab_size, hidden)
+    if spec.head.bias:
+        yield plain("lm_head.bias", f"{names.head}.bias", spec.vocab_size)
+
+
+class _Branch:
+    """The tensors of one branch."""
+
+    def __init__(self, names: Names, sublayer: int, n: int, branch: Branch, hidden: int) -> None:
+        self._names, self._sublayer, self._branch, self._hidden = names, sublayer, branch, hidden
+        self._kind = kind_of(branch.mixer)
+        self._ours = f"sublayers.{sublayer}.{n}"
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        branch = self._branch
+        if branch.pre:
+            yield from self.norm("pre", f"{self._ours}.pre_norm", branch.pre, self._hidden)
+        match branch.mixer:
+            case Attention():
+                yield from self._attention(branch.mixer)
+            case Mlp():
+                yield from self._mlp(branch.mixer)
+        if branch.post:
+            yield from self.norm("post", f"{self._ours}.post_norm", branch.post, self._hidden)
+
+    def _attention(self, a: Attention) -> Iterator[StoredTensor]:
+        sizes = {"q": a.heads * a.k_dim, "k": a.kv_heads * a.k_dim, "v": a.kv_heads * a.v_dim}
+        sizes["gate"] = {None: 0, "head": a.heads, "element": a.heads * a.v_dim}[a.gate]
+        rotated = {"q": self._heads(a, a.heads), "k": self._heads(a, a.kv_heads)}
+        yield self._projection("qkv_proj", ("q", "k", "v"), sizes, rotated)
+        if "q" in a.biases:
+            yield self._bias("qkv_proj", ("q", "k", "v"), sizes, rotated)
+        if a.gate:
+            yield self._projection("gate_proj", ("gate",), sizes)
+        if a.qk_norm:
+            for role, count in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
+                heads = self._heads(a, count if a.norm_whole else 1)
+                width = count * a.k_dim if a.norm_whole else a.k_dim
+                yield from self.norm(role, f"{self._ours}.{role}", a.qk_norm, width, heads)
+        if a.v_norm:
+            yield from self.norm("v_norm", f"{self._ours}.v_norm", a.v_norm, a.v_dim)
+        if a.sinks:
+            yield StoredTensor(f"{self._ours}.sinks", (self._part("sinks", "", (a.heads,), {}),))
+        yield self._projection("o_proj", ("o",), {"o": self._hidden}, depth=a.heads * a.v_dim)
+        if "o" in a.biases:
+            yield self._bias("o_proj", ("o",), {"o": self._hidden})
+
+    def _heads(self, a: Attention, count: int) -> Heads | None:
+        return None if a.rope is None or self._names.paired else Heads(count, a.rope.dims)
+
+    def _mlp(self, mlp: Mlp) -> Iterator[StoredTensor]:
+        sizes = {"gate": mlp.inner, "up": mlp.inner, "down": self._hidden}
+        first, roles = ("gate_up_proj", ("gate", "up")) if mlp.gated else ("up_proj", ("up",))
+        yield self._projection(first, roles, sizes)
+        if mlp.bias:
+            yield self._bias(first, roles, sizes)
+        yield self._projection("down_proj", ("down",), sizes, depth=mlp.inner)
+        if mlp.bias:
+            yield self._bias("down_proj", ("down",), sizes)
+
+    def norm(
+        self, role: str, name: str, norm: Norm, width: int, heads: Heads | None = None
+    ) -> Iterator[StoredTensor]:
+        if norm.weight:
+            one_plus = self._names.one_plus
+            part = self._part(role, ".weight", (width,), {}, heads, one_plus=one_plus)
+            yield StoredTensor(f"{name}.weight", (part,))
+        if norm.bias:
+            yield StoredTensor(f"{name}.bias", (self._part(role, ".bias", (width,), {}, heads),))
+
+    def _projection(
+        self,
+        name: str,
+        roles: Sequence[str],
+        sizes: Mapping[str, int],
+        rotated: Mapping[str, Heads | None] = MappingProxyType({}),
+        depth: int = 0,
+    ) -> StoredTensor:
+        parts = [
+            self._part(r, ".weight", (sizes[r], depth or self._hidden), sizes, rotated.get(r)) for r in roles
+        ]
+        return StoredTensor(f"{self._ours}.{name}.weight", tuple(parts))
+
+    def _bias(
+        self,
+        name: str,
+        roles: Sequence[str],
+        sizes: Mapping[str, int],
+        rotated: Mapping[str, Heads | None] = MappingProxyType({}),
+    ) -> StoredTensor:
+        parts = [self._part(r, ".bias", (sizes[r],), sizes, rotated.get(r)) for r in roles]
+        return StoredTensor(f"{self._ours}.{name}.bias", tuple(parts))
+
+    def _part(
+        self,
+        role: str,
+        suffix: str,
+        shape: tuple[int, ...],
+        sizes: Mapping[str, int],
+        heads: Heads | None = None,
+        *,
+        one_plus: bool = False,
+    ) -> TensorPart:
+        """sizes: rows of each role of the mixer, for tensors that hold several."""
+        source = self._names.of(self._sublayer, f"{self._kind}.{role}")
+        fused = source if isinstance(source, Fused) else Fused(source, (role,))
+        sizes = sizes or {role: shape[0]}
+        before = sum(sizes[r] for r in fused.roles[: fused.roles.index(role)])
+        total = sum(sizes[r] for r in fused.roles)
+        transposed = self._names.transposed and len(shape) == 2
+        in_source = (total, *shape[1:])
+        return TensorPart(
+            f"{fused.name}{suffix}",
+            shape,
+            in_source[::-1] if transposed else in_source,
+            first=before // fused.groups,
+            count=shape[0] // fused.groups,
+            groups=fused.groups,
+            stride=total // fused.groups,
+            heads=heads,
+            transposed=transposed,
+            one_plus=one_plus,
+        )

@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 
 import torch
+from tandem_core.model.spec import Rope
 from torch import Tensor
 
-from tandem_engine.models.config import RopeConfig
 
-
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each rotated pair: [head_dim / 2] float32, as transformers computes them."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def inverse_frequencies(rope: Rope) -> Tensor:
+    """Radians per position of each rotated pair: [dims / 2] float32, as transformers computes them."""
+    exponents = torch.arange(0, rope.dims, 2, dtype=torch.float32) / rope.dims
     inv_freq = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return inv_freq / rope.factor
@@ -27,11 +26,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     if rope.kind == "llama3":
         return _llama3(rope, inv_freq)
     if rope.kind == "yarn":
-        return _yarn(rope, inv_freq, head_dim)
+        return _yarn(rope, inv_freq)
     return inv_freq
 
 
-def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
+def _llama3(rope: Rope, inv_freq: Tensor) -> Tensor:
     """Long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
     turns = rope.original_max_len * inv_freq / (2 * math.pi)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -39,26 +38,24 @@ def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
     return (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
 
 
-def _yarn(rope: RopeConfig, inv_freq: Tensor, head_dim: int) -> Tensor:
+def _yarn(rope: Rope, inv_freq: Tensor) -> Tensor:
     """Dimensions that turn less than beta_slow times in the trained context are stretched, those that turn
     more than beta_fast times are kept, with a linear ramp between."""
 
     def dimension(num_turns: float) -> float:
         wavelengths = rope.original_max_len / (num_turns * 2 * math.pi)
-        return head_dim * math.log(wavelengths) / (2 * math.log(rope.theta))
+        return rope.dims * math.log(wavelengths) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rope.dims - 1)
     width = max(high - low, 0.001)
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    ramp = ((torch.arange(rope.dims // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
     return inv_freq / rope.factor * ramp + inv_freq * (1 - ramp)
 
 
-def rotation_table(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor:
-    """exp(i * position * inv_freq): [max_model_len, head_dim / 2] complex64."""
-    angles = torch.outer(
-        torch.arange(max_model_len, dtype=torch.float32), inverse_frequencies(rope, head_dim)
-    )
+def rotation_table(rope: Rope, max_len: int) -> Tensor:
+    """exp(i * position * inv_freq), times the attention factor: [max_len, dims / 2] complex64."""
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(rope))
     return torch.polar(torch.full_like(angles, rope.attention_factor), angles)

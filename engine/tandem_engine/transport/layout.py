@@ -53,8 +53,8 @@ class KVLayout:
     groups: tuple[CacheGroup, ...]
     #: Tokens per block.
     block_size: int
-    #: The RoPE parameters as text, e.g. "theta=100000.0,scaling=none"; keys are stored rotated.
-    rope: str
+    #: Hash of the model's spec (keys are stored rotated, for example), and what else changes the numbers.
+    spec: str
     #: Order of the axes within one layer of one block.
     block_layout: str = "KV,H,T,D"
     wire_version: int = WIRE_VERSION

@@ -37,7 +37,7 @@ _LAYOUT = KVLayout(
     kv_quantization="none",
     groups=(kv_group(range(3), 1, 8),),
     block_size=16,
-    rope="none",
+    spec="0123456789abcdef",
 )
 _NUM_BLOCKS = 256
 _MAX_ATTEMPTS = 3

@@ -1,0 +1,54 @@
+"""The families by the model_type of their configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem_core.errors import ModelLoadError, quoted
+from tandem_core.model.spec import ModelSpec
+
+from tandem_engine.models.families.config import Config
+from tandem_engine.models.families.names import LLAMA, Names
+
+
+@dataclass(frozen=True)
+class Family:
+    read: Callable[[Config], ModelSpec]
+    names: Callable[[Config], Names]
+    #: Values of configs that leave them out.
+    defaults: Mapping[str, Any]
+
+    def parse(self, raw: Mapping[str, Any]) -> tuple[ModelSpec, Names]:
+        """Raises ModelLoadError, and what garbled values raise: KeyError, TypeError, ValueError."""
+        config = Config(raw, self.defaults)
+        return self.read(config), replace(self.names(config), nested=config.nested)
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def family(
+    *model_types: str, names: Names | Callable[[Config], Names] = LLAMA, **defaults: Any
+) -> Callable[[Callable[[Config], ModelSpec]], Callable[[Config], ModelSpec]]:
+    """Registers config -> spec under these names."""
+
+    def register(read: Callable[[Config], ModelSpec]) -> Callable[[Config], ModelSpec]:
+        of = (lambda _: names) if isinstance(names, Names) else names
+        FAMILIES.update(dict.fromkeys(model_types, Family(read, of, defaults)))
+        return read
+
+    return register
+
+
+def check_architecture(name: object, where: object) -> str:
+    """The name, if models of this architecture can be computed. Raises ModelLoadError."""
+    supported = ", ".join(sorted(FAMILIES))
+    if not name:
+        raise ModelLoadError(f"{where} names no architecture; use a model of one of these: {supported}")
+    if name not in FAMILIES:
+        raise ModelLoadError(
+            f"{where}: architecture {quoted(str(name))} is not supported; use one of {supported}"
+        )
+    return str(name)

@@ -1,0 +1,133 @@
+"""The mixers of a decoder, each as operators called one by one: normed rows [T, H] in, their result out.
+
+This is the definition of each mixer, what GPUs run, and what the compiled call (tandem_kernels.DecoderLayers)
+equals to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from tandem_core.model import spec
+from tandem_kernels import (
+    Attention,
+    AttentionLayer,
+    NormWeights,
+    PackedWeight,
+    activate,
+    rope_store,
+    sigmoid_gate,
+)
+from torch import Tensor
+
+from tandem_engine.models.linear import Linear
+
+
+@dataclass(frozen=True)
+class MixerInputs:
+    """What a step gives every mixer."""
+
+    #: [T] int64.
+    positions: Tensor
+    slot_mapping: Tensor
+    #: Per cached layer [num_blocks, 2, Hkv, block_size, D].
+    kv_caches: Sequence[Tensor]
+    #: By head size, prepared for the step.
+    attention: Mapping[int, Attention]
+
+
+class Mixer(Protocol):
+    def __call__(self, x: Tensor, inputs: MixerInputs) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors whose names begin with prefix, by the rest of their names."""
+
+    prefix: str
+    tensors: Mapping[str, Tensor]
+    packed: Mapping[str, PackedWeight]
+    make_linear: Callable[[Tensor | PackedWeight, Tensor | None], Linear]
+
+    def within(self, prefix: str) -> Weights:
+        return replace(self, prefix=self.prefix + prefix)
+
+    def get(self, name: str) -> Tensor | None:
+        return self.tensors.get(self.prefix + name)
+
+    def linear(self, name: str) -> Linear:
+        name = self.prefix + name
+        weight = self.packed.get(f"{name}.weight")
+        return self.make_linear(
+            self.tensors[f"{name}.weight"] if weight is None else weight, self.tensors.get(f"{name}.bias")
+        )
+
+    def norm(self, norm: spec.Norm | None, name: str) -> NormWeights | None:
+        if norm is None:
+            return None
+        name = self.prefix + name
+        weight = self.tensors[f"{name}.weight"] if norm.weight else None
+        bias = self.tensors[f"{name}.bias"] if norm.bias else None
+        return NormWeights(norm.kind, norm.eps, weight, bias)
+
+
+class AttentionMixer:
+    """Projections, norms and rotation of heads, storing of keys and values, attention, output gate."""
+
+    def __init__(self, a: spec.Attention, weights: Weights, rotations: Tensor | None, layer: int) -> None:
+        """rotations: of models.rope, None without RoPE; layer: whose cache it uses."""
+        self.spec, self.rotations = a, rotations
+        self._cache = layer
+        self.qkv, self.o = weights.linear("qkv_proj"), weights.linear("o_proj")
+        self._gate = weights.linear("gate_proj") if a.gate else None
+        self.q_norm, self.k_norm = weights.norm(a.qk_norm, "q_norm"), weights.norm(a.qk_norm, "k_norm")
+        self._v_norm = weights.norm(a.v_norm, "v_norm")
+        self.layer = AttentionLayer(
+            scale=a.scale,
+            window=a.window,
+            softcap=a.cap,
+            sinks=weights.get("sinks"),
+            k_scale=_kv_scale(weights.get("k_scale"), a.kv_heads),
+            v_scale=_kv_scale(weights.get("v_scale"), a.kv_heads),
+        )
+
+    def __call__(self, x: Tensor, inputs: MixerInputs) -> Tensor:
+        a, cache = self.spec, inputs.kv_caches[self._cache]
+        query = rope_store(
+            self.qkv(x),
+            inputs.positions,
+            self.rotations,
+            cache,
+            inputs.slot_mapping,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            v_norm=self._v_norm,
+            norm_whole=a.norm_whole,
+            norm_after_rope=a.norm_after_rope,
+            k_scale=self.layer.k_scale,
+            v_scale=self.layer.v_scale,
+        )
+        attended = inputs.attention[a.k_dim].run(query, cache, self.layer)
+        if self._gate is not None:
+            attended = sigmoid_gate(attended, self._gate(x))
+        return self.o(attended.view(-1, a.heads * a.v_dim))
+
+
+class MlpMixer:
+    def __init__(self, mlp: spec.Mlp, weights: Weights) -> None:
+        self.spec = mlp
+        self.up = weights.linear("gate_up_proj" if mlp.gated else "up_proj")
+        self.down = weights.linear("down_proj")
+
+    def __call__(self, x: Tensor, inputs: MixerInputs) -> Tensor:
+        mlp = self.spec
+        return self.down(activate(self.up(x), mlp.act, mlp.gated, mlp.limit))
+
+
+def _kv_scale(scale: Tensor | None, num_kv_heads: int) -> Tensor | None:
+    """A scale per K/V head as GPU kernels take it, so that no step converts it; one per token as it is."""
+    if scale is None or scale.dim() == 3:
+        return scale
+    return scale.float().expand(num_kv_heads).contiguous()
