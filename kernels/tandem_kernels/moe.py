@@ -58,6 +58,15 @@ class PackedExperts:
     parts: tuple[torch.Tensor, ...]
     columns: int
 
+    def __post_init__(self) -> None:
+        if len({len(part) for part in self.parts}) != 1:
+            raise ValueError(f"parts are of {[len(part) for part in self.parts]} experts")
+        _ = self[0]
+
+    @property
+    def depth(self) -> int:
+        return self[0].depth
+
     def __getitem__(self, expert: int) -> PackedWeight:
         return PackedWeight(tuple(part[expert] for part in self.parts), self.columns)
 
@@ -75,7 +84,7 @@ class ExpertProjection:
     @property
     def shape(self) -> tuple[int, int, int]:
         if isinstance(self.weight, PackedExperts):
-            return len(self.weight), self.weight.columns, self.weight[0].depth
+            return len(self.weight), self.weight.columns, self.weight.depth
         return self.weight.shape[0], self.weight.shape[1], self.weight.shape[2]
 
 

@@ -187,6 +187,7 @@ class _Piece(NamedTuple):
     parts: tuple[TensorPart, ...]
     packing: Packing | None
     in_file: FileTensor
+    experts: int
 
 
 def _all_pieces(config: ModelConfig, source: WeightSource, form: WeightForm) -> list[_Piece]:
@@ -203,7 +204,13 @@ def _pieces(tensor: StoredTensor, form: WeightForm, source: WeightSource, is_qua
         _packing_of(tensor, _grid_of(part, source), form.quantization, is_quantized) for part in tensor.parts
     ]
     return [
-        _Piece(piece_name(tensor.name, n), parts, packing, tensor.in_file(form, packing, parts))
+        _Piece(
+            piece_name(tensor.name, n),
+            parts,
+            packing,
+            tensor.in_file(form, packing, parts),
+            tensor.experts,
+        )
         for n, (packing, parts) in enumerate(tensor.by_packing(packings))
     ]
 
@@ -232,12 +239,13 @@ def _packing_of(
 
 def _rows_of(piece: _Piece, source: WeightSource) -> Iterator[Tensor]:
     """The tensor in pieces of some rows, as the file has them; one at a time is in memory."""
-    packed = piece.in_file.shape != (sum(p.shape[0] for p in piece.parts), *piece.parts[0].shape[1:])
+    packed = len(piece.in_file.shape) > len(piece.parts[0].shape) + (piece.experts > 0)
+    rows_of_each = sum(p.shape[0] for p in piece.parts) // (piece.experts or 1)
     packing = piece.packing if piece.in_file.dtype == torch.uint8 else None
     held: list[Any] = []
     count = 0
     spans = [(part, span) for part in piece.parts for span in _spans(part)]
-    for n, (part, span) in enumerate(spans):
+    for part, span in spans:
         rows: Any
         grid = _grid_of(part, source)
         if grid and packing is pick_packing(grid):
@@ -253,9 +261,10 @@ def _rows_of(piece: _Piece, source: WeightSource) -> Iterator[Tensor]:
         held.append(rows)
         count += span.stop - span.start
         # Panels are whole wherever a packing is cut.
-        if count % PANEL == 0 or n == len(spans) - 1:
+        if count % PANEL == 0 or count == rows_of_each:
             yield pack_quantized(join_rows(held)) if packing else pack_weight(torch.cat(held))
-            held, count = [], 0
+            held = []
+        count %= rows_of_each
 
 
 def _spans(part: TensorPart) -> list[slice]:
@@ -314,7 +323,10 @@ def _metadata(config: ModelConfig, revision: str, form: WeightForm) -> dict[str,
 
 def _check_shapes(stored: list[StoredTensor], source: WeightSource) -> None:
     for part in (part for tensor in stored for part in tensor.parts):
-        if (shape := source.shape(part.hf_name)) != part.in_source:
+        shape = source.shape(part.hf_name)
+        if len(part.in_source) == 1 and shape[:1] == (1,):
+            shape = shape[1:]  # a row vector
+        if shape != part.in_source:
             raise ModelLoadError(
                 f"{part.hf_name} has shape {shape}, but the config asks for {part.in_source}; "
                 "the weights and the config are of different models"

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
-from tandem_kernels import PackedWeight, packing_of, runs_packed
+from tandem_kernels import PackedExperts, PackedWeight, packing_of, runs_packed
 from torch import Tensor
 
 from tandem_engine.model_loader.convert import ensure_weights, source_bits
@@ -58,11 +58,11 @@ def load_decoder(
 
 def _map_tensors(
     path: Path, config: ModelConfig, form: WeightForm, device: torch.device
-) -> tuple[dict[str, Tensor], dict[str, PackedWeight], str]:
+) -> tuple[dict[str, Tensor], dict[str, PackedWeight | PackedExperts], str]:
     """Tensors that the kernels take as they are, packed projections, each from one piece or several, and the
     source's formats."""
     tensors: dict[str, Tensor] = {}
-    packed: dict[str, PackedWeight] = {}
+    packed: dict[str, PackedWeight | PackedExperts] = {}
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             names, formats = set(file.keys()), (file.metadata() or {}).get("formats", "")
@@ -70,10 +70,12 @@ def _map_tensors(
                 numbered = (piece_name(stored.name, n) for n in range(len(stored.parts)))
                 pieces = [file.get_tensor(name) for name in takewhile(names.__contains__, numbered)]
                 plain = stored.in_file(form, None)
-                if stored.is_projection and pieces and pieces[0].dim() > 2:
+                if stored.is_projection and pieces and pieces[0].dim() > len(stored.shape):
+                    *stack, columns, depth = stored.shape
                     with contextlib.suppress(ValueError, IndexError):
-                        packed[stored.name] = PackedWeight(tuple(pieces), stored.shape[0])
-                        if packed[stored.name].depth == stored.shape[1]:
+                        kind = PackedExperts if stack else PackedWeight
+                        weight = packed[stored.name] = kind(tuple(pieces), columns)
+                        if weight.depth == depth and (not stack or len(pieces[0]) == stack[0]):
                             continue
                 elif len(pieces) == 1 and FileTensor(tuple(pieces[0].shape), pieces[0].dtype) == plain:
                     tensors[stored.name] = pieces[0]
@@ -88,12 +90,13 @@ def _map_tensors(
 
 
 def _log_numerics(
-    name: str, formats: str, tensors: dict[str, Tensor], packed: dict[str, PackedWeight]
+    name: str, formats: str, tensors: dict[str, Tensor], packed: dict[str, PackedWeight | PackedExperts]
 ) -> None:
     """One line: what the source holds, what it is computed in, and how much a step of one token reads."""
     sizes: Counter[str] = Counter()
     for part in (part for weight in packed.values() for part in weight.parts):
-        kind = packing_of(part).name if part.dtype == torch.uint8 else str(part.dtype)
+        matrix = part[0] if part.dim() == 4 else part  # of the first expert
+        kind = packing_of(matrix).name if part.dtype == torch.uint8 else str(part.dtype)
         sizes[kind.removeprefix("torch.")] += part.nbytes
     for key, tensor in tensors.items():
         # A step reads one row of the embedding, unless it is the head too.

@@ -26,6 +26,7 @@ from tandem_kernels import (
     DecoderLayers,
     LayerWeights,
     NormWeights,
+    PackedExperts,
     PackedWeight,
     StepInputs,
     add_norm,
@@ -37,7 +38,7 @@ from tandem_kernels.turbo_attention.interface import MAX_HEAD_SIZE
 from torch import Tensor
 
 from tandem_engine.models.linear import Linear, PackedLinear
-from tandem_engine.models.mixers import AttentionMixer, Mixer, MixerInputs, MlpMixer, Weights
+from tandem_engine.models.mixers import AttentionMixer, Mixer, MixerInputs, MlpMixer, MoeMixer, Weights
 from tandem_engine.models.rope import rotation_table
 
 
@@ -80,7 +81,7 @@ class DecoderSublayer:
 def supports(spec: ModelSpec, device: torch.device) -> str | None:
     """Why `Decoder` does not compute this model here, as a sentence; None: it does."""
     mixers = [branch.mixer for sublayer in spec.sublayers for branch in sublayer.branches]
-    if odd := next((m for m in mixers if not isinstance(m, specs.Attention | specs.Mlp)), None):
+    if odd := next((m for m in mixers if not isinstance(m, specs.Attention | specs.Mlp | specs.Moe)), None):
         return (
             f"the model has layers of kind {type(odd).__name__}, which are not supported; use another model"
         )
@@ -113,7 +114,7 @@ class Decoder:
         spec: ModelSpec,
         tensors: Mapping[str, Tensor],
         make_linear: Callable[[Tensor | PackedWeight, Tensor | None], Linear],
-        packed: Mapping[str, PackedWeight] | None = None,
+        packed: Mapping[str, PackedWeight | PackedExperts] | None = None,
     ) -> None:
         self.spec = spec
         self.embed_tokens = tensors["embed_tokens.weight"]
@@ -128,7 +129,7 @@ class Decoder:
         self._sublayers = tuple(self._build(weights))
         self._norm = weights.norm(spec.norm, "norm")
         self._lm_head = make_linear(
-            weights.packed.get("lm_head.weight", tensors.get("lm_head.weight", self.embed_tokens)),
+            weights.weight("lm_head") if weights.has("lm_head") else self.embed_tokens,
             tensors.get("lm_head.bias"),
         )
         head_sizes = {a.k_dim for a in spec.attentions}
@@ -150,6 +151,8 @@ class Decoder:
                         built = AttentionMixer(mixer, own, rotations[rope], layer)
                     case specs.Mlp():
                         built = MlpMixer(mixer, own)
+                    case specs.Moe():
+                        built = MoeMixer(mixer, own)
                     case _:
                         raise InvariantError(f"supports() let {type(mixer).__name__} pass")
                 caches = isinstance(mixer, specs.Attention)

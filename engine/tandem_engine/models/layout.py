@@ -14,6 +14,11 @@ share its pages without a private copy:
       o_proj.weight (, bias)    [H, Hq D]
       gate_up_proj.weight       [2 I, H]              of an MLP: one GEMM; up_proj [I, H] without a gate
       down_proj.weight (, bias) [H, I]
+      router.weight             [E, H] float32        of a mixture of E experts
+      correction                [E]
+      experts.gate_up_proj.weight [E, 2 I, H]         packed: each expert's panels
+      experts.down_proj.weight  [E, H, I]
+      shared.gate_up_proj.weight, shared.down_proj.weight, shared.gate [H]
       post_norm.weight (, bias) [H]
     sublayers.S.post_norm       [H]         of all branches
     norm.weight (, bias)        [H]
@@ -31,7 +36,7 @@ d + r/2 (the order of llama GGUFs), for rope.py. Norms that checkpoints store as
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
 from math import prod
@@ -39,7 +44,7 @@ from operator import itemgetter
 from types import MappingProxyType
 
 import torch
-from tandem_core.model.spec import Attention, Branch, Mlp, ModelSpec, Norm
+from tandem_core.model.spec import Attention, Branch, Mlp, ModelSpec, Moe, Norm
 from tandem_kernels import PANEL, Packing, packed_shape, quantized_shape
 from torch import Tensor
 
@@ -158,14 +163,22 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of our file: its parts joined along the first dimension."""
+    """One tensor of our file: its parts joined along the first dimension.
+
+    With experts, all of them have equal parts, those of one after those of another; each expert's are joined
+    to a matrix, and these are stacked."""
 
     name: str
     parts: tuple[TensorPart, ...]
+    experts: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (sum(p.shape[0] for p in self.parts), *self.parts[0].shape[1:])
+        return self._shape(self.parts)
+
+    def _shape(self, parts: tuple[TensorPart, ...]) -> tuple[int, ...]:
+        rows, rest = sum(p.shape[0] for p in parts), parts[0].shape[1:]
+        return (self.experts, rows // self.experts, *rest) if self.experts else (rows, *rest)
 
     @property
     def is_projection(self) -> bool:
@@ -178,13 +191,20 @@ class StoredTensor:
 
         They are apart only at the boundaries of panels; else all have 8 bits, or the form's dtype.
         """
+        each = len(self.parts) // (self.experts or 1)
+        by_role = [set(packings[n::each]) for n in range(each)]
         grouped = [
-            (packing, tuple(part for part, _ in parts))
-            for packing, parts in groupby(zip(self.parts, packings, strict=True), key=itemgetter(1))
+            (packing, [n for n, _ in numbered])
+            for packing, numbered in groupby(enumerate(packings[:each]), key=itemgetter(1))
         ]
-        if any(sum(p.shape[0] for p in parts) % PANEL for _, parts in grouped[:-1]):
+        sizes = [sum(self.parts[n].shape[0] for n in numbers) for _, numbers in grouped]
+        if any(size % PANEL for size in sizes[:-1]) or any(len(found) > 1 for found in by_role):
             return [(None if None in packings else Packing.INT8, self.parts)]
-        return grouped
+        firsts = range(0, len(self.parts), each)
+        return [
+            (packing, tuple(self.parts[first + n] for first in firsts for n in numbers))
+            for packing, numbers in grouped
+        ]
 
     def in_file(
         self, form: WeightForm, packing: Packing | None, parts: tuple[TensorPart, ...] = ()
@@ -193,16 +213,16 @@ class StoredTensor:
 
         A projection that the kernels do not take (tandem_kernels.packed_linear) stays as it is.
         """
-        rows = sum(p.shape[0] for p in parts or self.parts)
+        shape = self._shape(parts or self.parts)
         if not self.is_projection:
-            dtype = torch.float32 if len(self.shape) == 1 else form.dtype
-            return FileTensor((rows, *self.shape[1:]), dtype)
-        depth = self.shape[1]
+            is_exact = len(shape) == 1 or self.name.endswith(".router.weight")
+            return FileTensor(shape, torch.float32 if is_exact else form.dtype)
+        *stack, rows, depth = shape
         if packing and (quantized := quantized_shape(rows, depth, packing)):
-            return FileTensor(quantized, torch.uint8)
+            return FileTensor((*stack, *quantized), torch.uint8)
         if form.holds_head and (packed := packed_shape(rows, depth, form.dtype)):
-            return FileTensor(packed, form.dtype)
-        return FileTensor((rows, depth), form.dtype)
+            return FileTensor((*stack, *packed), form.dtype)
+        return FileTensor(shape, form.dtype)
 
 
 def piece_name(name: str, piece: int) -> str:
@@ -257,6 +277,8 @@ class _Branch:
                 yield from self._attention(branch.mixer)
             case Mlp():
                 yield from self._mlp(branch.mixer)
+            case Moe():
+                yield from self._moe(branch.mixer)
         if branch.post:
             yield from self.norm("post", f"{self._ours}.post_norm", branch.post, self._hidden)
 
@@ -294,6 +316,43 @@ class _Branch:
         yield self._projection("down_proj", ("down",), sizes, depth=mlp.inner)
         if mlp.bias:
             yield self._bias("down_proj", ("down",), sizes)
+
+    def _moe(self, moe: Moe) -> Iterator[StoredTensor]:
+        experts, inner = moe.experts, moe.expert.inner
+        yield StoredTensor(
+            f"{self._ours}.router.weight", (self._part("router", ".weight", (experts, self._hidden), {}),)
+        )
+        if moe.router.bias:
+            yield StoredTensor(f"{self._ours}.router.bias", (self._part("router", ".bias", (experts,), {}),))
+        if moe.router.correction:
+            yield StoredTensor(f"{self._ours}.correction", (self._part("correction", "", (experts,), {}),))
+        first, roles = ("gate_up_proj", ("gate", "up")) if moe.expert.gated else ("up_proj", ("up",))
+        sizes = {"gate": inner, "up": inner, "down": self._hidden}
+        for name, wanted, depth in ((first, roles, self._hidden), ("down_proj", ("down",), inner)):
+            parts = [
+                self._expert(e, experts, role, (sizes[role], depth), sizes)
+                for e in range(experts)
+                for role in wanted
+            ]
+            yield StoredTensor(f"{self._ours}.experts.{name}.weight", tuple(parts), experts)
+        if moe.shared:
+            width = moe.shared.inner
+            sizes = {"shared_gate": width, "shared_up": width, "shared_down": self._hidden}
+            yield self._projection(f"shared.{first}", [f"shared_{role}" for role in roles], sizes)
+            yield self._projection("shared.down_proj", ("shared_down",), sizes, depth=width)
+        if moe.shared_gate:
+            part = self._part("shared_share", ".weight", (self._hidden,), {})
+            yield StoredTensor(f"{self._ours}.shared.gate", (part,))
+
+    def _expert(
+        self, expert: int, experts: int, role: str, shape: tuple[int, int], sizes: Mapping[str, int]
+    ) -> TensorPart:
+        """One expert's part of a tensor of its own, or of one that holds all experts."""
+        part = self._part(role, "", shape, sizes)
+        if "{}" in part.hf_name:
+            return replace(part, hf_name=f"{part.hf_name.format(expert)}.weight")
+        rows, depth = part.in_source
+        return replace(part, in_source=(experts, rows, depth), first=part.first + expert * rows)
 
     def norm(
         self, role: str, name: str, norm: Norm, width: int, heads: Heads | None = None

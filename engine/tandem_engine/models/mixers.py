@@ -14,9 +14,16 @@ from tandem_core.model import spec
 from tandem_kernels import (
     Attention,
     AttentionLayer,
+    ExpertProjection,
+    MoeWeights,
     NormWeights,
+    PackedExperts,
     PackedWeight,
+    RouterScore,
+    Routing,
+    SharedMlp,
     activate,
+    moe,
     rope_store,
     sigmoid_gate,
 )
@@ -48,7 +55,7 @@ class Weights:
 
     prefix: str
     tensors: Mapping[str, Tensor]
-    packed: Mapping[str, PackedWeight]
+    packed: Mapping[str, PackedWeight | PackedExperts]
     make_linear: Callable[[Tensor | PackedWeight, Tensor | None], Linear]
 
     def within(self, prefix: str) -> Weights:
@@ -57,12 +64,21 @@ class Weights:
     def get(self, name: str) -> Tensor | None:
         return self.tensors.get(self.prefix + name)
 
+    def has(self, name: str) -> bool:
+        return f"{self.prefix}{name}.weight" in self.tensors.keys() | self.packed.keys()
+
+    def weight(self, name: str) -> Tensor | PackedWeight:
+        name = f"{self.prefix}{name}.weight"
+        weight = self.packed.get(name)
+        return weight if isinstance(weight, PackedWeight) else self.tensors[name]
+
+    def experts(self, name: str) -> Tensor | PackedExperts:
+        name = f"{self.prefix}{name}.weight"
+        weight = self.packed.get(name)
+        return weight if isinstance(weight, PackedExperts) else self.tensors[name]
+
     def linear(self, name: str) -> Linear:
-        name = self.prefix + name
-        weight = self.packed.get(f"{name}.weight")
-        return self.make_linear(
-            self.tensors[f"{name}.weight"] if weight is None else weight, self.tensors.get(f"{name}.bias")
-        )
+        return self.make_linear(self.weight(name), self.get(f"{name}.bias"))
 
     def norm(self, norm: spec.Norm | None, name: str) -> NormWeights | None:
         if norm is None:
@@ -124,6 +140,33 @@ class MlpMixer:
     def __call__(self, x: Tensor, inputs: MixerInputs) -> Tensor:
         mlp = self.spec
         return self.down(activate(self.up(x), mlp.act, mlp.gated, mlp.limit))
+
+
+class MoeMixer:
+    def __init__(self, m: spec.Moe, weights: Weights) -> None:
+        router, first = m.router, "gate_up_proj" if m.expert.gated else "up_proj"
+        shared = None
+        if m.shared is not None:
+            gate_up, down = (weights.weight(f"shared.{name}") for name in (first, "down_proj"))
+            shared = SharedMlp(gate_up, down, weights.get("shared.gate"))
+        self.weights = MoeWeights(
+            Routing(
+                RouterScore(router.score), router.top_k, router.renorm, router.scale, router.groups,
+                router.top_groups,
+            ),
+            weights.tensors[f"{weights.prefix}router.weight"],
+            ExpertProjection(weights.experts(f"experts.{first}")),
+            ExpertProjection(weights.experts("experts.down_proj")),
+            router_bias=weights.get("router.bias"),
+            correction=weights.get("correction"),
+            shared=shared,
+            act=m.expert.act,
+            gated=m.expert.gated,
+            limit=m.expert.limit,
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor, inputs: MixerInputs) -> Tensor:
+        return moe(x, self.weights)
 
 
 def _kv_scale(scale: Tensor | None, num_kv_heads: int) -> Tensor | None:

@@ -6,7 +6,7 @@ llama's names, which most families share; a family lists its differences.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from tandem_core.model.spec import Attention, GatedDelta, Mixer, Mlp, Moe
@@ -42,6 +42,26 @@ ROLES: Mapping[str, str | Fused] = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
+    "moe.pre": "post_attention_layernorm",
+    "moe.router": "mlp.gate",
+    "moe.correction": "mlp.gate.e_score_correction_bias",
+    # {} is the expert's number. Names without it, which are whole, hold all experts.
+    "moe.gate": "mlp.experts.{}.gate_proj",
+    "moe.up": "mlp.experts.{}.up_proj",
+    "moe.down": "mlp.experts.{}.down_proj",
+    "moe.shared_gate": "mlp.shared_experts.gate_proj",
+    "moe.shared_up": "mlp.shared_experts.up_proj",
+    "moe.shared_down": "mlp.shared_experts.down_proj",
+    "moe.shared_share": "mlp.shared_expert_gate",
+}
+#: How files may hold all experts of a layer in one tensor: gate above up, or apart.
+_STACKED: Mapping[str, Mapping[str, str | Fused]] = {
+    "gate_up_proj": {
+        "moe.gate": Fused("mlp.experts.gate_up_proj", ("gate", "up")),
+        "moe.up": Fused("mlp.experts.gate_up_proj", ("gate", "up")),
+        "moe.down": "mlp.experts.down_proj",
+    },
+    "up_proj": {f"moe.{role}": f"mlp.experts.{role}_proj" for role in ("gate", "up", "down")},
 }
 #: Roles of post norms in blocks that have norms before and after each mixer.
 SANDWICH: Mapping[str, str | Fused] = {
@@ -83,10 +103,16 @@ class Names:
         return before + name if isinstance(name, str) else replace(name, name=before + name.name)
 
     def found_in(self, names: Iterable[str]) -> Names:
-        """With the prefix that a checkpoint with these tensors has."""
+        """With the prefix that a checkpoint with these tensors has, and experts as it holds them."""
+        present = set(names)
+        for stacked, roles in _STACKED.items():
+            if any(name.endswith(f".mlp.experts.{stacked}") for name in present):
+                return replace(self, roles={**self.roles, **roles})._nested_in(present)
+        return self._nested_in(present)
+
+    def _nested_in(self, present: Set[str]) -> Names:
         if not self.nested:
             return self
-        present = set(names)
         for prefix in _NESTED:
             if f"{prefix}{self.embed}.weight" in present:
                 heads = (self.head, prefix.split(".")[0] + "." + self.head)
