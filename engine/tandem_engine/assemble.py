@@ -13,7 +13,7 @@ from tandem_core.errors import CapacityError, InvariantError, ModelLoadError
 from tandem_core.guide import Guide
 from tandem_core.model.guides import GuideCompiler
 from tandem_core.model.manifest import ModelManifest
-from tandem_core.model.spec import CacheGroup, CacheKind, CachePart
+from tandem_core.model.spec import Attention, CacheGroup, CacheKind, CachePart
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.usable_cpus import usable_cpus
 
@@ -38,6 +38,15 @@ from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.custom import LogitsProcessors
 from tandem_engine.sampling.verify import Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
+from tandem_engine.state_pool import (
+    LayerStore,
+    StatePool,
+    num_state_slots,
+    slot_bytes,
+    state_group,
+)
+from tandem_engine.state_slots import StateSlots
+from tandem_engine.transport.base import BlockStore
 from tandem_engine.transport.layout import KVLayout
 from tandem_engine.warm_up import idle_batch, warm_up
 from tandem_engine.workspace import StepLimits, make_workspace
@@ -79,6 +88,8 @@ class EngineConfig:
 class EngineParts:
     engine: Engine
     pool: KVPool
+    #: What transfers read and write.
+    store: BlockStore
     tokenizer: Tokenizer
     guides: GuideCompiler
     manifest: ModelManifest
@@ -118,6 +129,7 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     interleaved = decoder.reads_interleaved(config.block_size)
     shape = KVShape.of(decoder.spec, config.block_size, decoder.dtype, interleaved=interleaved)
     limits = step_limits(config)
+    states: StatePool | None = None
     if device.type == "cuda":
         runner = make_gpu_runner(config, decoder, shape, limits)
         held = runner.pool.num_blocks * config.block_size
@@ -128,10 +140,17 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
             )
     else:
         num_blocks = _num_blocks(config, decoder, shape, limits, manifest, numerics)
-        runner = ModelRunner(decoder, KVPool(shape, num_blocks, device), device)
+        group = state_group(decoder.spec)
+        if group is not None:
+            num_slots = num_state_slots(group, decoder.dtype, limits.max_seqs)
+            states = StatePool(group, num_slots, decoder.dtype, device)
+        runner = ModelRunner(decoder, KVPool(shape, num_blocks, device), device, states=states)
     pool = runner.pool
     manager = BlockManager(
-        [BlockGroup(pool.num_blocks)], config.block_size, enable_prefix_caching=config.prefix_cache
+        [BlockGroup(pool.num_blocks)],
+        config.block_size,
+        enable_prefix_caching=config.prefix_cache,
+        states=None if states is None else StateSlots(states.num_slots, config.block_size),
     )
     scheduler = Scheduler(
         manager,
@@ -154,7 +173,8 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     )
     layout = _layout(manifest, decoder, shape, numerics)
     guides = GuideCompiler(config.model, manifest)
-    return EngineParts(engine, pool, tokenizer, guides, manifest, layout, decoder.is_compiled)
+    store = pool if states is None else LayerStore(pool, states, decoder.spec)
+    return EngineParts(engine, pool, store, tokenizer, guides, manifest, layout, decoder.is_compiled)
 
 
 def _num_blocks(
@@ -166,6 +186,7 @@ def _num_blocks(
     numerics: Numerics,
 ) -> int:
     """Size of the pool on a CPU; logs what the pod will take. Raises CapacityError."""
+    group = state_group(decoder.spec)
     without_kv = MemoryNeed(
         weights=decoder.num_bytes,
         process=psutil.Process().memory_full_info().uss,
@@ -181,6 +202,9 @@ def _num_blocks(
         ),
         transfer=transfer_bytes(shape, limits.max_seqs),
         shared_text=config.shared_text_bytes,
+        states=0
+        if group is None
+        else num_state_slots(group, decoder.dtype, limits.max_seqs) * slot_bytes(group, decoder.dtype),
     )
     num_blocks, need = fit_pool(
         shape,
@@ -270,11 +294,17 @@ def pick_device(name: str) -> torch.device:
 
 def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape, numerics: Numerics) -> KVLayout:
     parts = tuple(CachePart(name, (shape.num_kv_heads, shape.head_size)) for name in ("k", "v"))
+    cached = decoder.spec.cached
+    groups = [
+        CacheGroup(CacheKind.FULL, tuple(n for n, m in enumerate(cached) if isinstance(m, Attention)), parts)
+    ]
+    if (states := state_group(decoder.spec)) is not None:
+        groups.append(states)
     return KVLayout(
         model_revision=manifest.revision,
         dtype=str(shape.dtype).removeprefix("torch."),
         kv_quantization="none",
-        groups=(CacheGroup(CacheKind.FULL, tuple(range(shape.num_layers)), parts),),
+        groups=tuple(groups),
         block_size=shape.block_size,
         block_layout="KV,H,interleaved" if shape.interleaved else "KV,H,T,D",
         # The order of a key's elements depends on the weight file's format. Pods with different quantization

@@ -16,6 +16,7 @@ from tandem_core.errors import InvariantError
 from tandem_engine.block_manager import BlockCopy
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.request import Request
+from tandem_engine.state_slots import StateStep
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class ScheduledSequence:
     samples: bool
     #: Which of the request's beams; those of one request follow each other.
     beam: int = 0
+    #: Slots of the recurrent state; None: no layer has one.
+    state: StateStep | None = None
 
     def __post_init__(self) -> None:
         if self.draft is not None and len(self.token_ids) != len(self.draft) + 1:
@@ -42,6 +45,11 @@ class ScheduledSequence:
     @property
     def num_new_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def defers_state(self) -> bool:
+        """Whether the state advances only when it is known which of the tokens count."""
+        return self.state is not None and self.state.final < 0
 
     @property
     def num_logits_rows(self) -> int:

@@ -29,7 +29,8 @@ whose KV is never used (x). With a window of 5 in the picture above:
 
 Thus a sequence holds at most ceil((window + tokens of a step) / block_size) + 1 blocks of such a group,
 however long it is. A prefix is cached if full groups have all its blocks, and windows the last ones.
-Groups that keep a fixed size per sequence (state) are none of these: they have no blocks.
+Groups that keep a fixed size per sequence (state) are none of these: they have no blocks, but slots, which a
+request has as long as its table (state_slots.py). There a prefix is cached where a snapshot of its state is.
 
 During a KV transfer a block has two owners: its request, and the transfer's writer or reader through a
 BlockHold. A block is free when both have released it.
@@ -57,6 +58,7 @@ from tandem_core.prefix_hash import BlockHasher, hash_block, hash_salt
 
 from tandem_engine.block_pool import BlockContent, BlockPool
 from tandem_engine.request import Request
+from tandem_engine.state_slots import StateSlots
 
 __all__ = ["BlockCopy", "BlockGroup", "BlockHold", "BlockManager", "BlockUsage"]
 
@@ -192,6 +194,7 @@ class BlockManager:
         *,
         max_step_tokens: int = 512,
         enable_prefix_caching: bool = True,
+        states: StateSlots | None = None,
         hasher: BlockHasher = hash_block,
     ) -> None:
         if not groups or block_size < 1 or max_step_tokens < 1:
@@ -202,6 +205,8 @@ class BlockManager:
         self.block_size = block_size
         self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
+        #: None: no layer has a recurrent state.
+        self.states = states
         self._hasher = hasher
         self._groups = [_Group(group, block_size, max_step_tokens) for group in groups]
         self._windows = [(g, group) for g, group in enumerate(self._groups) if group.window is not None]
@@ -263,15 +268,19 @@ class BlockManager:
     def count_cached(self, token_ids: Sequence[int], cache_salt: bytes) -> int:
         """Number of leading tokens of this prompt that are in the cache now; changes nothing."""
 
+        seen: list[BlockContent] = []
+
         def contents() -> Iterator[BlockContent]:
             parent = hash_salt(cache_salt)
             for start in range(0, self._num_matchable(len(token_ids) - 1), self.block_size):
                 part = tuple(token_ids[start : start + self.block_size])
-                content = BlockContent(self._hasher(parent, part), part)
-                yield content
-                parent = content.chain_hash
+                seen.append(BlockContent(self._hasher(parent, part), part))
+                yield seen[-1]
+                parent = seen[-1].chain_hash
 
         num_blocks, _ = self._find(contents())
+        if self.states is not None:
+            num_blocks = self.states.find(seen[:num_blocks])
         return num_blocks * self.block_size
 
     def match_prefix(self, request: Request) -> int:
@@ -285,6 +294,10 @@ class BlockManager:
         table = self._tables[request.request_id] = self._new_table()
         most = self._num_matchable(request.num_matchable_tokens) // self.block_size
         num_blocks, found = self._find(self._chain(request, table, i) for i in range(most))
+        if self.states is not None:
+            cached = table.contents[:num_blocks]
+            begun = self.states.begin(request.request_id, request.num_tokens, cached)
+            num_blocks = self.states.num_tokens(request.request_id) // self.block_size if begun else 0
         for group, own, block_ids in zip(self._groups, table.groups, found, strict=True):
             own.num_left = group.first_block(num_blocks * self.block_size)
             kept = block_ids[own.num_left : num_blocks]
@@ -380,6 +393,8 @@ class BlockManager:
     def _extend(self, request: Request, parts: Sequence[tuple[int, int]], keep_free: Sequence[int]) -> bool:
         """Extends each group's table to the second block of its part, with blocks from the first one on."""
         table = self._tables.get(request.request_id) or self._new_table()
+        if self.states is not None and not self.states.has_state(request.request_id):
+            return False
         for group, own, (begin, end), keep in zip(self._groups, table.groups, parts, keep_free, strict=True):
             if max(end - max(begin, len(own)), 0) * len(own.beams) > group.pool.num_free - keep:
                 return False
@@ -402,10 +417,11 @@ class BlockManager:
 
     def num_received(self, request: Request, missing: Sequence[Sequence[int]]) -> int:
         """Leading tokens behind which the request can compute, when of its blocks in each group the logical
-        ones of `missing` were not received; at most all but the last token."""
+        ones of `missing` were not received; at most all but the last token. Recurrent states do not count
+        here: `advance_state` says how far they go."""
         tables = [own.beams[0] for own in self._table(request.request_id).groups]
         most = request.num_tokens - 1
-        lost_blocks = [frozenset(own) for own in missing]
+        lost_blocks = [frozenset(own) for own in missing[: len(self._groups)]]
         blocks = (
             [
                 i < len(ids) and ids[i] != group.scratch and i not in lost
@@ -425,6 +441,19 @@ class BlockManager:
                     group.drop(block_ids[own.num_left : first])
                     block_ids[own.num_left : first] = [group.scratch] * (first - own.num_left)
                 own.num_left = first
+
+    def advance_state(self, request: Request, num_tokens: int | None) -> int:
+        """The request's state covers num_tokens now (None: as many as before), of which its
+        num_computed_tokens count. Returns the tokens from which it can go on, at most these."""
+        if self.states is None:
+            return request.num_computed_tokens
+        table = self._table(request.request_id)
+        boundary = 0
+        if num_tokens is not None:
+            boundary = self.states.advanced(request.request_id, num_tokens)
+        if 0 < boundary <= table.num_committed * self.block_size:
+            self.states.publish(request.request_id, table.contents[boundary // self.block_size - 1])
+        return self.states.rewind(request.request_id, request.num_computed_tokens)
 
     def demand(self, request: Request) -> list[int]:
         """Of each group the blocks that all known tokens of a request take, without what is cached."""
@@ -531,6 +560,12 @@ class BlockManager:
         other prompts are more likely to share, stays longest."""
         table = self._table(request.request_id)
         del self._tables[request.request_id]
+        if self.states is not None and self.states.has_state(request.request_id):
+            copied = self.states.copied(request.request_id)
+            # Beyond what counts, tokens of a path may be that the text does not have.
+            findable = 0 < copied <= min(request.num_computed_tokens, table.num_committed * self.block_size)
+            key = table.contents[copied // self.block_size - 1] if findable else None
+            self.states.free(request.request_id, key)
         for group, own in zip(self._groups, table.groups, strict=True):
             for block_ids in reversed(own.beams):
                 group.drop(reversed(block_ids))
@@ -538,7 +573,15 @@ class BlockManager:
     # -- transfers ------------------------------------------------------------------------------------
 
     def hold(self, block_ids: Sequence[int], group: int = 0) -> BlockHold:
-        """Make the caller the second owner of a group's blocks that a request owns, until `release`."""
+        """Make the caller the second owner of a group's blocks that a request owns, until `release`.
+
+        The group behind those with blocks is the recurrent state, whose slots count as blocks.
+        """
+        if group == len(self._groups) and self.states is not None:
+            self.states.share(block_ids)
+            hold = BlockHold(tuple(block_ids), group)
+            self._holds.add(hold)
+            return hold
         pool = self._groups[group].pool
         for block_id in block_ids:
             if not 0 <= block_id < pool.num_blocks or pool.is_free(block_id):
@@ -554,6 +597,9 @@ class BlockManager:
         if hold not in self._holds:
             raise InvariantError(f"the hold on blocks {hold.block_ids} was released before")
         self._holds.remove(hold)
+        if hold.group == len(self._groups) and self.states is not None:
+            self.states.drop(hold.block_ids)
+            return
         self._groups[hold.group].drop(reversed(hold.block_ids))
 
     # -- accounting -----------------------------------------------------------------------------------
@@ -587,6 +633,11 @@ class BlockManager:
                 if hold.group == g:
                     owners.update(hold.block_ids)
             faults += group.pool.check(owners)
+        if self.states is not None:
+            held = [
+                slot for hold in self._holds if hold.group == len(self._groups) for slot in hold.block_ids
+            ]
+            faults += self.states.check(self.owners(), held)
         return faults
 
     def _num_matchable(self, num_tokens: int) -> int:

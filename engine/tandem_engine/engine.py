@@ -280,7 +280,7 @@ class Engine:
             sampling = [s for s in batch.sequences if s.samples]
             results = read_back(sampling, logits, NUM_LIKELIEST if self._drafter is not None else 0)
         verified = self._verifier.verify(batch, logits, results, computed.most_likely)
-        self._runner.compact(batch, [v.path for v in verified])
+        self._runner.compact(batch, [v.path for v in verified], self.blocks.states)
         self._work_done += 1
         for sequence, seen in zip([s for s in batch.sequences if s.samples], verified, strict=True):
             if seen.error is not None:

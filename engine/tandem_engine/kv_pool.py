@@ -58,7 +58,7 @@ class KVShape:
     ) -> KVShape:
         """Of a model whose layers have keys and values of one shape (models.decoder.supports)."""
         first = spec.attentions[0]
-        return cls(len(spec.cached), first.kv_heads, first.k_dim, block_size, dtype, interleaved)
+        return cls(len(spec.attentions), first.kv_heads, first.k_dim, block_size, dtype, interleaved)
 
     @property
     def block_bytes(self) -> int:

@@ -5,6 +5,7 @@
     kv          the KV pool
     step        the largest step: activations of a prompt chunk, logits of all sampling rows, candidates of a
                 beam search
+    states      the recurrent states of sequences, and snapshots of them
     transfer    KV frames that open transfers hold, sent or received
     shared text what the drafter keeps of tenants' shared text, at most
 
@@ -47,18 +48,19 @@ class MemoryNeed:
     step: int
     transfer: int
     shared_text: int = 0
+    states: int = 0
 
     @property
     def private(self) -> int:
         """All that pods on one machine do not share."""
-        return self.process + self.kv + self.step + self.transfer + self.shared_text
+        return self.process + self.kv + self.step + self.transfer + self.shared_text + self.states
 
     def __str__(self) -> str:
         return (
             f"{self.private / _GB:.2f} GB at most: KV {self.kv / _GB:.2f} for {self.kv_tokens:,} tokens, "
             f"largest step {self.step / _GB:.2f}, KV transfers {self.transfer / _GB:.2f}, shared text "
-            f"{self.shared_text / _GB:.2f}, process {self.process / _GB:.2f}; and weights "
-            f"{self.weights / _GB:.2f} that pods share"
+            f"{self.shared_text / _GB:.2f}, recurrent states {self.states / _GB:.2f}, process "
+            f"{self.process / _GB:.2f}; and weights {self.weights / _GB:.2f} that pods share"
         )
 
 

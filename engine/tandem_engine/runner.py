@@ -10,17 +10,21 @@ the nodes' depth. The runner then copies the accepted path's KV to the slots tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
-from tandem_kernels import StepInputs
+from tandem_core.errors import InvariantError
+from tandem_kernels import StateMetadata, StepInputs
 from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.cuda_graphs import Capture, DecodeGraphs
 from tandem_engine.kv_pool import KVPool
 from tandem_engine.models.decoder import Decoder, ModelInputs
+from tandem_engine.models.mixers import StateInputs
+from tandem_engine.state_pool import StatePool
+from tandem_engine.state_slots import StateSlots, StateStep
 from tandem_engine.workspace import Workspace
 
 #: Rows of prompts' logits that exist at once; one has a float per token of the vocabulary.
@@ -66,6 +70,22 @@ def step_inputs(batch: Batch, block_size: int) -> StepInputs:
     return StepInputs(token_ids, positions, slots, block_table, seq_lens, query_start_loc, bits)
 
 
+def _state_of(sequence: ScheduledSequence) -> StateStep:
+    if sequence.state is None:
+        raise InvariantError(f"request {sequence.request.request_id} was scheduled without a state")
+    return sequence.state
+
+
+def _state_metadata(
+    steps: Sequence[StateStep], query_start_loc: Tensor, ancestor_bits: Tensor | None
+) -> StateMetadata:
+    slots = torch.tensor(
+        [(step.initial, step.final, step.snapshot, step.snapshot_rows) for step in steps], dtype=torch.int32
+    )
+    initial, final, snapshot, rows = (column.contiguous() for column in slots.unbind(1))
+    return StateMetadata(query_start_loc, initial, final, snapshot, rows, ancestor_bits)
+
+
 def _logits_rows(batch: Batch) -> list[int]:
     """The rows that sample: of each sequence the last num_logits_rows."""
     rows: list[int] = []
@@ -80,15 +100,24 @@ class ModelRunner:
     """Joins the decoder with the KV pool; knows nothing of queues or sampling.
 
     workspace: what steps on a GPU need. None: the decoder gets CPU tensors as they are.
+    states: recurrent states; None: no layer has one.
     """
 
     def __init__(
-        self, decoder: Decoder, pool: KVPool, device: torch.device, workspace: Workspace | None = None
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        device: torch.device,
+        workspace: Workspace | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self.decoder = decoder
         self.pool = pool
         self.device = device
         self.workspace = workspace
+        self.states = states
+        #: Of the last step.
+        self._state_inputs: StateInputs | None = None
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
@@ -145,6 +174,17 @@ class ModelRunner:
             # Triton launches on the thread's current device. The engine's thread is not the one that began.
             torch.cuda.set_device(self.device)
         inputs, attention = ModelInputs.of(step), None
+        if self.states is not None:
+            self._state_inputs = StateInputs(
+                _state_metadata(
+                    [_state_of(s) for s in batch.sequences],
+                    inputs.attention.query_start_loc,
+                    inputs.attention.ancestor_bits,
+                ),
+                self.states.layers,
+                keeps=any(s.defers_state for s in batch.sequences),
+            )
+            inputs = replace(inputs, states=self._state_inputs)
         if self._graphs is not None and on_layer_done is None and (size := self._graphs.size_for(batch)):
             return self._graphs.run(inputs, size)
         if self.workspace is None:
@@ -176,8 +216,11 @@ class ModelRunner:
                 on_prompt_logits(sequence, first, self.decoder.logits(hidden[row : row + num_rows]))
             first_row += sequence.num_new_tokens
 
-    def compact(self, batch: Batch, paths: Sequence[Sequence[int]]) -> None:
-        """Moves accepted nodes' KV to consecutive slots; paths as verified, one per sampling sequence."""
+    def compact(self, batch: Batch, paths: Sequence[Sequence[int]], states: StateSlots | None = None) -> None:
+        """Moves accepted nodes' KV to consecutive slots, and advances recurrent states over them; paths as
+        verified, one per sampling sequence."""
+        if states is not None:
+            self._replay(batch, paths, states)
         src: list[int] = []
         dst: list[int] = []
         sampling = [s for s in batch.sequences if s.samples]
@@ -189,6 +232,22 @@ class ModelRunner:
         if src:
             with torch.inference_mode():
                 self.pool.move(src, dst)
+
+    def _replay(self, batch: Batch, paths: Sequence[Sequence[int]], states: StateSlots) -> None:
+        rows: list[int] = []
+        starts, steps = [0], []
+        path_of = dict(zip([s.request.request_id for s in batch.sequences if s.samples], paths, strict=True))
+        first_row = 0
+        for sequence in batch.sequences:
+            path = path_of.get(sequence.request.request_id, ())
+            if sequence.defers_state and path:
+                rows += [first_row + node for node in path]
+                starts.append(len(rows))
+                steps.append(states.plan(sequence.request.request_id, len(path)))
+            first_row += sequence.num_new_tokens
+        if rows and self._state_inputs is not None:
+            metadata = _state_metadata(steps, torch.tensor(starts, dtype=torch.int32), None)
+            self.decoder.replay(self._state_inputs, torch.tensor(rows), metadata)
 
     def _slot(self, sequence: ScheduledSequence, node: int) -> int:
         logical = sequence.start + node

@@ -1,12 +1,20 @@
 """Slots of recurrent states: each holds the state of the text that the owners believe it holds."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from tandem_core.errors import CapacityError, InvariantError
+from tandem_core.errors import InvariantError
 from tandem_core.model.spec import CacheGroup, CacheKind, CachePart
-from tandem_engine.state_pool import StatePool, StateSlots, StateStep, num_state_slots
+from tandem_engine.state_pool import (
+    MAX_SNAPSHOTS,
+    SNAPSHOT_BYTES,
+    StatePool,
+    num_state_slots,
+    slot_bytes,
+)
+from tandem_engine.state_slots import StateSlots, StateStep
 
 BLOCK = 4
 
@@ -58,7 +66,7 @@ class System:
         self.slots.free(name, text[:copied] if copied and keep else None)
 
     def check(self) -> None:
-        assert self.slots.check() == []
+        assert self.slots.check(self.texts.keys()) == []
         for key, slot in self.slots._snapshots.items():
             assert self.states[slot] == key
 
@@ -128,7 +136,7 @@ def test_a_draft_writes_nothing_and_its_path_is_replayed() -> None:
     system = System(3)
     system.begin("a", tokens((1, 30)))
     system.step("a", 6)
-    assert system.slots.plan("a", 5, is_tree=True) == StateStep(system.slots.live("a"), -1)
+    assert system.slots.plan("a", 5, writes=False) == StateStep(system.slots.live("a"), -1)
     step = system.slots.plan("a", 3)
     assert (step.snapshot_rows, step.final) == (2, system.slots.live("a"))
     # A step that failed: the next one makes the copy that belongs to it.
@@ -215,8 +223,9 @@ def test_a_slot_travels_as_bytes() -> None:
         source.scatter(0, 0, memoryview(bytes(5)))
 
 
-def test_the_number_of_slots_follows_the_memory() -> None:
+def test_the_number_of_slots_follows_the_batch_and_the_memory_of_snapshots() -> None:
     slot = 2 * (3 * 10 * 2 + 2 * 4 * 6 * 4)
-    assert num_state_slots(GROUP, torch.bfloat16, 10 * slot + 5, 10) == 10
-    with pytest.raises(CapacityError, match=r"states of 11 sequences need .* lower --max-batch"):
-        num_state_slots(GROUP, torch.bfloat16, 10 * slot + 5, 11)
+    assert slot_bytes(GROUP, torch.bfloat16) == slot
+    assert num_state_slots(GROUP, torch.bfloat16, 5) == 10 + MAX_SNAPSHOTS
+    large = replace(GROUP, parts=(CachePart("recurrent", (64, 128, 128), "float32"),))
+    assert num_state_slots(large, torch.bfloat16, 5) == 10 + SNAPSHOT_BYTES // (2 * 64 * 128 * 128 * 4)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from tandem_core.model.spec import ModelSpec
 from tandem_engine.models import Decoder, ModelInputs
-from tandem_kernels import AttentionMetadata
+from tandem_engine.models.mixers import StateInputs
+from tandem_engine.state_pool import StatePool, state_group
+from tandem_kernels import AttentionMetadata, StateMetadata
 from torch import Tensor
 
 BLOCK_SIZE = 16
@@ -31,10 +35,13 @@ class PagedModel:
         ids = torch.arange(num_blocks, dtype=torch.int32).flip(0)
         self.block_table = ids.view(max_blocks, num_sequences).t().contiguous()
         self.lengths = [0] * num_sequences
+        group = state_group(decoder.spec)
+        self.states = group and StatePool(group, num_sequences, decoder.dtype, torch.device("cpu"))
 
     def step(self, chunks: list[list[int]], on_layer_done=None) -> list[Tensor]:
         """Feed one chunk to each sequence; logits [n, vocab] of each."""
         positions, slots = [], []
+        initial = [b if length else -1 for b, length in enumerate(self.lengths)]
         for b, chunk in enumerate(chunks):
             p = torch.arange(self.lengths[b], self.lengths[b] + len(chunk))
             positions.append(p)
@@ -51,5 +58,11 @@ class PagedModel:
                 query_start_loc=torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32),
             ),
         )
+        if self.states is not None:
+            own, none = torch.arange(len(chunks), dtype=torch.int32), torch.full((len(chunks),), -1).int()
+            metadata = StateMetadata(
+                inputs.attention.query_start_loc, torch.tensor(initial).int(), own, none, none
+            )
+            inputs = replace(inputs, states=StateInputs(metadata, self.states.layers))
         hidden = self.decoder.forward(inputs, self.kv, on_layer_done)
         return list(self.decoder.logits(hidden).split(sizes))

@@ -22,7 +22,9 @@ def save_checkpoint(
     model.save_pretrained(folder)
     special_tokens = ["<unk>", "<s>", "</s>", *more_special_tokens]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=toy_tokenizers.without_merges(model.config.vocab_size, special_tokens),
+        tokenizer_object=toy_tokenizers.without_merges(
+            model.config.get_text_config().vocab_size, special_tokens
+        ),
         bos_token="<s>",
         eos_token="</s>",
         unk_token="<unk>",

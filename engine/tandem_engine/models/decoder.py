@@ -28,6 +28,7 @@ from tandem_kernels import (
     NormWeights,
     PackedExperts,
     PackedWeight,
+    StateMetadata,
     StepInputs,
     add_norm,
     make_attention,
@@ -38,7 +39,16 @@ from tandem_kernels.turbo_attention.interface import MAX_HEAD_SIZE
 from torch import Tensor
 
 from tandem_engine.models.linear import Linear, PackedLinear
-from tandem_engine.models.mixers import AttentionMixer, Mixer, MixerInputs, MlpMixer, MoeMixer, Weights
+from tandem_engine.models.mixers import (
+    AttentionMixer,
+    GatedDeltaMixer,
+    Mixer,
+    MixerInputs,
+    MlpMixer,
+    MoeMixer,
+    StateInputs,
+    Weights,
+)
 from tandem_engine.models.rope import rotation_table
 
 
@@ -53,6 +63,8 @@ class ModelInputs:
     #: [T] int64: block_id * block_size + offset that receives each token's key and value.
     slot_mapping: Tensor
     attention: AttentionMetadata
+    #: None: no layer has a recurrent state.
+    states: StateInputs | None = None
 
     @classmethod
     def of(cls, step: StepInputs) -> ModelInputs:
@@ -81,10 +93,13 @@ class DecoderSublayer:
 def supports(spec: ModelSpec, device: torch.device) -> str | None:
     """Why `Decoder` does not compute this model here, as a sentence; None: it does."""
     mixers = [branch.mixer for sublayer in spec.sublayers for branch in sublayer.branches]
-    if odd := next((m for m in mixers if not isinstance(m, specs.Attention | specs.Mlp | specs.Moe)), None):
+    known = specs.Attention | specs.GatedDelta | specs.Mlp | specs.Moe
+    if odd := next((m for m in mixers if not isinstance(m, known)), None):
         return (
             f"the model has layers of kind {type(odd).__name__}, which are not supported; use another model"
         )
+    if device.type != "cpu" and len(spec.attentions) < len(spec.cached):
+        return "the model has recurrent layers, which only CPUs compute so far; use --device cpu"
     shapes = {(a.kv_heads, a.k_dim, a.v_dim) for a in spec.attentions}
     if len(shapes) != 1:
         return (
@@ -138,7 +153,7 @@ class Decoder:
 
     def _build(self, weights: Weights) -> Iterator[DecoderSublayer]:
         rotations: dict[Rope | None, Tensor | None] = {None: None}
-        layer = 0
+        layer = num_attentions = 0
         for s, sublayer in enumerate(self.spec.sublayers):
             branches = []
             for b, branch in enumerate(sublayer.branches):
@@ -148,17 +163,20 @@ class Decoder:
                     case specs.Attention(rope=rope):
                         if rope is not None and rope not in rotations:
                             rotations[rope] = rotation_table(rope, self.spec.max_len).to(self.device)
-                        built = AttentionMixer(mixer, own, rotations[rope], layer)
+                        built = AttentionMixer(mixer, own, rotations[rope], num_attentions)
+                    case specs.GatedDelta():
+                        built = GatedDeltaMixer(mixer, own, layer - num_attentions)
                     case specs.Mlp():
                         built = MlpMixer(mixer, own)
                     case specs.Moe():
                         built = MoeMixer(mixer, own)
                     case _:
                         raise InvariantError(f"supports() let {type(mixer).__name__} pass")
-                caches = isinstance(mixer, specs.Attention)
+                caches = isinstance(mixer, specs.Attention | specs.GatedDelta)
                 pre, post = own.norm(branch.pre, "pre_norm"), own.norm(branch.post, "post_norm")
                 branches.append(DecoderBranch(pre, built, post, layer if caches else None))
                 layer += caches
+                num_attentions += isinstance(mixer, specs.Attention)
             post = weights.norm(sublayer.post, f"sublayers.{s}.post_norm")
             yield DecoderSublayer(tuple(branches), post, sublayer.residual_scale)
 
@@ -248,7 +266,7 @@ class Decoder:
         backends = self._attention if attention is None else dict.fromkeys(self._attention, attention)
         for backend in backends.values():
             backend.prepare(inputs.attention)
-        mixer_inputs = MixerInputs(inputs.positions, inputs.slot_mapping, kv_caches, backends)
+        mixer_inputs = MixerInputs(inputs.positions, inputs.slot_mapping, kv_caches, backends, inputs.states)
         return self._interpret(hidden, mixer_inputs, on_layer_done)
 
     def _embed(self, inputs: ModelInputs) -> Tensor:
@@ -288,6 +306,14 @@ class Decoder:
         mixer = self._sublayers[0].branches[0].mixer
         assert isinstance(mixer, AttentionMixer) and mixer.rotations is not None
         return mixer.rotations
+
+    @torch.inference_mode()
+    def replay(self, states: StateInputs, rows: Tensor, metadata: StateMetadata) -> None:
+        """Advances the recurrent states over rows [n] of the last step, which kept what that needs."""
+        for sublayer in self._sublayers:
+            for branch in sublayer.branches:
+                if isinstance(branch.mixer, GatedDeltaMixer):
+                    branch.mixer.replay(rows, states, metadata)
 
     def step(
         self,

@@ -19,6 +19,10 @@ share its pages without a private copy:
       experts.gate_up_proj.weight [E, 2 I, H]         packed: each expert's panels
       experts.down_proj.weight  [E, H, I]
       shared.gate_up_proj.weight, shared.down_proj.weight, shared.gate [H]
+      in_proj.weight            [2 Hk K + 2 Hv V + 2 Hv, H]   of a gated delta rule: q, k, v, z, b, a
+      conv                      [2 Hk K + Hv V, 1, taps]
+      a_log, dt_bias            [Hv]
+      norm.weight               [V]                   of its output; o_proj as above
       post_norm.weight (, bias) [H]
     sublayers.S.post_norm       [H]         of all branches
     norm.weight (, bias)        [H]
@@ -44,7 +48,7 @@ from operator import itemgetter
 from types import MappingProxyType
 
 import torch
-from tandem_core.model.spec import Attention, Branch, Mlp, ModelSpec, Moe, Norm
+from tandem_core.model.spec import Attention, Branch, GatedDelta, Mlp, ModelSpec, Moe, Norm
 from tandem_kernels import PANEL, Packing, packed_shape, quantized_shape
 from torch import Tensor
 
@@ -279,6 +283,8 @@ class _Branch:
                 yield from self._mlp(branch.mixer)
             case Moe():
                 yield from self._moe(branch.mixer)
+            case GatedDelta():
+                yield from self._delta(branch.mixer)
         if branch.post:
             yield from self.norm("post", f"{self._ours}.post_norm", branch.post, self._hidden)
 
@@ -353,6 +359,19 @@ class _Branch:
             return replace(part, hf_name=f"{part.hf_name.format(expert)}.weight")
         rows, depth = part.in_source
         return replace(part, in_source=(experts, rows, depth), first=part.first + expert * rows)
+
+    def _delta(self, d: GatedDelta) -> Iterator[StoredTensor]:
+        keys, values = d.k_heads * d.k_dim, d.v_heads * d.v_dim
+        sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": d.v_heads, "a": d.v_heads}
+        yield self._projection("in_proj", tuple(sizes), sizes)
+        conv = self._part("conv", ".weight", (2 * keys + values, 1, d.conv), {})
+        yield StoredTensor(f"{self._ours}.conv", (conv,))
+        for role in ("a_log", "dt_bias"):
+            yield StoredTensor(f"{self._ours}.{role}", (self._part(role, "", (d.v_heads,), {}),))
+        # Not 1 + w in any family.
+        norm = self._part("norm", ".weight", (d.v_dim,), {})
+        yield StoredTensor(f"{self._ours}.norm.weight", (norm,))
+        yield self._projection("o_proj", ("o",), {"o": self._hidden}, depth=values)
 
     def norm(
         self, role: str, name: str, norm: Norm, width: int, heads: Heads | None = None

@@ -7,14 +7,17 @@ equals to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
+from tandem_core.errors import InvariantError
 from tandem_core.model import spec
 from tandem_kernels import (
     Attention,
     AttentionLayer,
     ExpertProjection,
+    GatedDeltaWeights,
     MoeWeights,
     NormWeights,
     PackedExperts,
@@ -22,7 +25,9 @@ from tandem_kernels import (
     RouterScore,
     Routing,
     SharedMlp,
+    StateMetadata,
     activate,
+    gated_delta,
     moe,
     rope_store,
     sigmoid_gate,
@@ -33,16 +38,30 @@ from tandem_engine.models.linear import Linear
 
 
 @dataclass(frozen=True)
+class StateInputs:
+    """The recurrent states that a step reads and writes."""
+
+    metadata: StateMetadata
+    #: Of each layer with a state its parts, [slots, ...] each (`StatePool.layers`).
+    layers: Sequence[tuple[Tensor, ...]]
+    #: Of each of these layers the projections [T, width], from the step on; only where `keeps`.
+    kept: list[Tensor] = field(default_factory=list)
+    keeps: bool = False
+
+
+@dataclass(frozen=True)
 class MixerInputs:
     """What a step gives every mixer."""
 
     #: [T] int64.
     positions: Tensor
     slot_mapping: Tensor
-    #: Per cached layer [num_blocks, 2, Hkv, block_size, D].
+    #: Per layer with attention [num_blocks, 2, Hkv, block_size, D].
     kv_caches: Sequence[Tensor]
     #: By head size, prepared for the step.
     attention: Mapping[int, Attention]
+    #: None: no layer has a recurrent state.
+    states: StateInputs | None = None
 
 
 class Mixer(Protocol):
@@ -129,6 +148,49 @@ class AttentionMixer:
         if self._gate is not None:
             attended = sigmoid_gate(attended, self._gate(x))
         return self.o(attended.view(-1, a.heads * a.v_dim))
+
+
+class GatedDeltaMixer:
+    """Projections, convolution, gated delta rule, gated norm, and the projection of its output.
+
+    A draft changes no state (tandem_kernels.gated_delta). The step keeps its projections, and `replay`
+    advances the state over the rows of the accepted path, with the bits that single tokens would have given.
+    """
+
+    def __init__(self, d: spec.GatedDelta, weights: Weights, layer: int) -> None:
+        """layer: counts the layers that have a state."""
+        self.spec, self._layer = d, layer
+        self._in, self._o = weights.linear("in_proj"), weights.linear("o_proj")
+        conv, a_log, dt_bias = (weights.tensors[weights.prefix + n] for n in ("conv", "a_log", "dt_bias"))
+        norm = weights.norm(d.norm, "norm")
+        assert norm is not None and norm.weight is not None
+        self._own = GatedDeltaWeights(
+            conv=conv.float().flatten(1).t().contiguous(),
+            decay_rate=a_log.exp(),
+            decay_bias=dt_bias,
+            norm=norm.weight,
+            eps=norm.eps,
+        )
+        values = d.v_heads * d.v_dim
+        #: Of the projection: queries, keys and values; z; b; a.
+        self._widths = [2 * d.k_heads * d.k_dim + values, values, d.v_heads, d.v_heads]
+
+    def __call__(self, x: Tensor, inputs: MixerInputs) -> Tensor:
+        if inputs.states is None:
+            raise InvariantError("a step of a model with recurrent layers has no states")
+        projected = self._in(x)
+        if inputs.states.keeps:
+            inputs.states.kept.append(projected)
+        return self._o(self._mix(projected, inputs.states, inputs.states.metadata))
+
+    def replay(self, rows: Tensor, states: StateInputs, metadata: StateMetadata) -> None:
+        """Advances the state over rows [n] of a step, in the sequences of metadata."""
+        self._mix(states.kept[self._layer].index_select(0, rows), states, metadata)
+
+    def _mix(self, projected: Tensor, states: StateInputs, metadata: StateMetadata) -> Tensor:
+        qkv, z, b, a = torch.split(projected, self._widths, 1)
+        conv, recurrent = states.layers[self._layer]
+        return gated_delta(qkv, z, b, a, self._own, conv, recurrent, metadata)
 
 
 class MlpMixer:

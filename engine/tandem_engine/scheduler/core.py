@@ -94,6 +94,9 @@ class Scheduler:
             tuple(i for i in range(first, len(ids)) if self._blocks.is_block(group, ids[i]))
             for group, ids in enumerate(block_ids)
         )
+        if self._blocks.states is not None:
+            block_ids += ((self._blocks.states.live(request.request_id),),)
+            wanted += ((0,),)
         return Reservation(block_ids, num_cached, wanted)
 
     def num_received(self, request: Request, missing_blocks: Sequence[Sequence[int]]) -> int:
@@ -133,7 +136,7 @@ class Scheduler:
             self._computed(request)
             return None
         request.num_computed_tokens = num_computed_tokens
-        self._computed(request)
+        self._computed(request, num_computed_tokens)
         update = append_tokens(request, first_token, self.config.max_model_len)
         if update.finished:
             self._retire(request)
@@ -215,8 +218,8 @@ class Scheduler:
         self._end_step(batch)
         for sequence in batch.sequences:
             if not sequence.samples and sequence.request.status is RequestStatus.RUNNING:
-                sequence.request.num_computed_tokens = sequence.start + sequence.num_new_tokens
-                self._computed(sequence.request)
+                end = sequence.request.num_computed_tokens = sequence.start + sequence.num_new_tokens
+                self._computed(sequence.request, end)
         return [self._apply(s, v) for s, v in zip(sampling, verified, strict=True)]
 
     # -- accounting -----------------------------------------------------------------------------------
@@ -257,6 +260,10 @@ class Scheduler:
                 "prompt",
                 f"has {request.num_tokens} tokens, but the context holds {max_model_len} including at "
                 f"least one of output; shorten it to {max_model_len - 1} tokens or fewer",
+            )
+        if request.search is not None and self._blocks.states is not None:
+            raise InvalidRequestError(
+                "beam_width", "is set, but models with recurrent layers have no beam search; leave it out"
             )
         if request.num_places > self.config.max_batch:
             raise InvalidRequestError(
@@ -300,7 +307,8 @@ class Scheduler:
         # step needs the logits of its last token again.
         most = request.num_tokens - (not verified.token_ids)
         request.num_computed_tokens = min(sequence.start + num_valid, most)
-        self._computed(request)
+        num_advanced = len(verified.path) if sequence.defers_state else num_valid
+        self._computed(request, sequence.start + num_advanced)
         if update.finished:
             self._retire(request)
         else:
@@ -322,10 +330,12 @@ class Scheduler:
             self._retire(request)
         return update
 
-    def _computed(self, request: Request) -> None:
-        """More of its tokens are computed."""
+    def _computed(self, request: Request, num_advanced: int | None = None) -> None:
+        """More of its tokens are computed; num_advanced: tokens that its recurrent state covers, None if it
+        did not change."""
         self._blocks.commit(request)
         self._blocks.slide(request)
+        request.num_computed_tokens = self._blocks.advance_state(request, num_advanced)
 
     def _end_step(self, batch: Batch) -> None:
         """The step is over: blocks of requests that finished during it can be reused."""

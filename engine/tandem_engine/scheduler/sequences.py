@@ -74,6 +74,8 @@ def fit_draft(blocks: BlockManager, request: Request, budget: int, max_model_len
 def decode_sequence(blocks: BlockManager, request: Request, draft: DraftTree | None) -> ScheduledSequence:
     """The last token, and the draft's nodes behind it."""
     root = request.output_token_ids[-1]
+    # A guide may let a sequence skip the step after it was computed.
+    is_sure = draft is None and request.guide is None
     return ScheduledSequence(
         request=request,
         block_ids=blocks.block_ids(request.request_id),
@@ -81,6 +83,7 @@ def decode_sequence(blocks: BlockManager, request: Request, draft: DraftTree | N
         token_ids=(root, *draft.token_ids) if draft is not None else (root,),
         draft=draft,
         samples=True,
+        state=None if blocks.states is None else blocks.states.plan(request.request_id, 1, writes=is_sure),
     )
 
 
@@ -110,6 +113,10 @@ def prefill_sequence(blocks: BlockManager, request: Request, max_tokens: int) ->
     aligned = end // blocks.block_size * blocks.block_size
     if start < aligned and end < request.num_tokens:
         end = aligned
+    state = None
+    if blocks.states is not None:
+        end = start + blocks.states.most_rows(request.request_id, end - start)
+        state = blocks.states.plan(request.request_id, end - start)
     return ScheduledSequence(
         request=request,
         block_ids=blocks.block_ids(request.request_id),
@@ -117,6 +124,7 @@ def prefill_sequence(blocks: BlockManager, request: Request, max_tokens: int) ->
         token_ids=tuple(request.tokens(start, end)),
         draft=None,
         samples=end == request.num_tokens,
+        state=state,
     )
 
 

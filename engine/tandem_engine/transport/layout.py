@@ -14,7 +14,7 @@ from math import prod
 
 import xxhash
 from tandem_core.errors import InvariantError, LayoutMismatchError
-from tandem_core.model.spec import CacheGroup
+from tandem_core.model.spec import CacheGroup, CacheKind
 
 #: Incremented when the bytes on the wire or the tickets change meaning: header fields, digest, order within a
 #: block. 2: tickets name the wanted blocks of each group of layers.
@@ -40,7 +40,8 @@ class KVLayout:
     """The meaning of one KV block's bytes.
 
     A block of one layer has the parts of its group one after the other, a part of `[heads, size]` per token
-    as `[heads, block_size, size]`.
+    as `[heads, block_size, size]`. A recurrent state is the one block, number 0, of its group, which is the
+    last; it has the parts as they are.
     """
 
     #: Hash of the source weights: the same shape with other weights is another layout.
@@ -83,14 +84,15 @@ class KVLayout:
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each layer."""
-        per_token = [
+        of_group = [
             sum(
                 prod(part.shape) * ELEMENT_BYTES[self.dtype if part.dtype == "kv" else part.dtype]
                 for part in group.parts
             )
+            * (1 if group.kind is CacheKind.STATE else self.block_size)
             for group in self.groups
         ]
-        return tuple(self.block_size * per_token[self.group_of[n]] for n in range(self.num_layers))
+        return tuple(of_group[self.group_of[n]] for n in range(self.num_layers))
 
     @property
     def max_block_bytes(self) -> int:

@@ -66,12 +66,12 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     receiver = ZmqReceiver(
         parts.layout,
-        parts.pool,
+        parts.store,
         ReceiverOptions(host=pod.kv_host, port=pod.kv_port, num_connections=parts.pool.num_connections),
     )
     client = PrefillClient(functools.partial(open_channel, tls=tls, role=Role.PREFILL))
     peers = PrefillClient(functools.partial(open_channel, tls=tls, role=Role.DECODE))
-    sender = ZmqSender(parts.layout, parts.pool, SenderOptions(num_connections=parts.pool.num_connections))
+    sender = ZmqSender(parts.layout, parts.store, SenderOptions(num_connections=parts.pool.num_connections))
     prefill = PrefillServicer(
         parts,
         loop,

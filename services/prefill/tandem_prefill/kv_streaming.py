@@ -2,9 +2,10 @@
 
 After each layer of each chunk the completed blocks of that layer go to the KV sender, of layers with a window
 those that the decode pod wants. A chunk that ends inside a block leaves that block to the next chunk, unless
-the prompt ends there. Blocks found in the prefix cache are sent with the first chunk. The sender reads blocks
-later, on its own thread. A hold keeps them allocated until the transfer ends, even if the request finishes,
-is preempted or leaves them behind its window earlier, so no frame reads reused memory.
+the prompt ends there. Recurrent states go with the last chunk. Blocks found in the prefix cache are sent with
+the first chunk. The sender reads blocks later, on its own thread. A hold keeps them allocated until the
+transfer ends, even if the request finishes, is preempted or leaves them behind its window earlier, so no
+frame reads reused memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem_core.model.spec import CacheGroup
+from tandem_core.model.spec import CacheGroup, CacheKind
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.block_manager import BlockHold, BlockManager
 from tandem_engine.transport.outgoing import OutgoingTransfer
@@ -64,6 +65,9 @@ class KVStreamer:
             stream = self._streams.get(sequence.request.request_id)
             if stream is None:
                 continue
+            if self._groups[group].kind is CacheKind.STATE:
+                self._put_state(stream, sequence, layer)
+                continue
             first, end = stream.next_block[layer], self._num_complete_blocks(sequence)
             if end <= first:
                 continue
@@ -75,6 +79,16 @@ class KVStreamer:
                 stream.holds.append(self._manager.hold(blocks, group))
             stream.transfer.put(layer, first, blocks)
             stream.next_block[layer] = end
+
+    def _put_state(self, stream: _Stream, sequence: ScheduledSequence, layer: int) -> None:
+        """After the last chunk, the state in the slot that the step has written."""
+        if not sequence.samples or sequence.state is None or stream.next_block[layer]:
+            return
+        group, slots = self._group_of[layer], (sequence.state.final,)
+        if layer == self._groups[group].layers[0]:
+            stream.holds.append(self._manager.hold(slots, group))
+        stream.transfer.put(layer, 0, slots)
+        stream.next_block[layer] = 1
 
     def _num_complete_blocks(self, sequence: ScheduledSequence) -> int:
         computed = sequence.start + sequence.num_new_tokens

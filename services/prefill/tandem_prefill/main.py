@@ -48,7 +48,7 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     await asyncio.to_thread(step_costs.measure, parts.engine, decodes=False, shares_cores=pod.shares_cores)
     streamer = KVStreamer(parts.engine.blocks, parts.layout.groups)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
-    sender = ZmqSender(parts.layout, parts.pool, SenderOptions(num_connections=parts.pool.num_connections))
+    sender = ZmqSender(parts.layout, parts.store, SenderOptions(num_connections=parts.pool.num_connections))
     metrics = PrefillMetrics(server.registry)
     gauges = PodGauges(server.registry)
     gauges.watch_copies(parts.pool.copy_counts)

@@ -45,7 +45,7 @@ class Config:
         #: Whether the config describes other modalities besides.
         self.nested = isinstance(text, Mapping)
         tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
-        self._values = {**defaults, **(tied | dict(text) if isinstance(text, Mapping) else raw)}
+        self._values = {**defaults, **(dict(text) | tied if isinstance(text, Mapping) else raw)}
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self._values.get(name)

@@ -20,6 +20,10 @@ _MIXTRAL: Mapping[str, str | Fused] = {
     "moe.up": "block_sparse_moe.experts.{}.w3",
     "moe.down": "block_sparse_moe.experts.{}.w2",
 }
+#: Qwen's names of the shared MLP's projections.
+QWEN_SHARED: Mapping[str, str | Fused] = {
+    f"moe.shared_{r}": f"mlp.shared_expert.{r}_proj" for r in ("gate", "up", "down")
+}
 #: In all layers; the largest of today's models have 24,000.
 _MOST_EXPERTS = 1 << 17
 
@@ -38,12 +42,12 @@ def moe_model(
     )
 
 
-def _qwen_sparse(c: Config) -> Any:
+def qwen_sparse(c: Config) -> Any:
     dense_layers, step = set(c.get("mlp_only_layers", ())), c.count("decoder_sparse_step", 1)
     return lambda n: n not in dense_layers and (n + 1) % step == 0
 
 
-def _experts(c: Config, count: str, inner: str, router: Router, **changes: Any) -> Moe:
+def experts_of(c: Config, count: str, inner: str, router: Router, **changes: Any) -> Moe:
     experts = c.count(count, limit=1 << 12)
     if experts * c.layers > _MOST_EXPERTS:
         raise ModelLoadError(
@@ -65,7 +69,7 @@ def _top_k(c: Config, name: str = "num_experts_per_tok") -> int:
 )  # fmt: skip
 def mixtral(c: Config) -> ModelSpec:
     router = Router("softmax", _top_k(c), renorm=True)
-    moe = _experts(c, "num_local_experts", "intermediate_size", router)
+    moe = experts_of(c, "num_local_experts", "intermediate_size", router)
     window = c.count("sliding_window") if c.get("sliding_window") else None
     return moe_model(c, moe, window=window)
 
@@ -73,7 +77,7 @@ def mixtral(c: Config) -> ModelSpec:
 @family("minimax_m2", names=Names(_MIXTRAL), rope_theta=5e6, head_dim=128, rms_norm_eps=1e-6)
 def minimax_m2(c: Config) -> ModelSpec:
     router = Router("sigmoid", _top_k(c), renorm=True, correction=True)
-    moe = _experts(c, "num_local_experts", "intermediate_size", router)
+    moe = experts_of(c, "num_local_experts", "intermediate_size", router)
     norm = c.rms()
     share = c.count("rotary_dim") / c.head_dim if c.get("rotary_dim") else None
     attends = c.attention(c.rope(partial=share), qk_norm=norm, norm_whole=True)
@@ -85,30 +89,30 @@ def qwen3_moe(c: Config) -> ModelSpec:
     c.refuse("use_sliding_window", False, "windows of this family are not supported")
     router = Router("softmax", _top_k(c), renorm=c.flag("norm_topk_prob"))
     count = "num_experts" if c.get("num_experts") else "num_local_experts"
-    moe = _experts(c, count, "moe_intermediate_size", router)
+    moe = experts_of(c, count, "moe_intermediate_size", router)
     biases = frozenset("qkvo" if c.flag("attention_bias") else "")
-    return moe_model(c, moe, dense=c.mlp(), is_sparse=_qwen_sparse(c), qk_norm=c.rms(), biases=biases)
+    return moe_model(c, moe, dense=c.mlp(), is_sparse=qwen_sparse(c), qk_norm=c.rms(), biases=biases)
 
 
 @family(
     "qwen2_moe",
-    names=Names({f"moe.shared_{r}": f"mlp.shared_expert.{r}_proj" for r in ("gate", "up", "down")}),
+    names=Names(QWEN_SHARED),
     num_experts_per_tok=4, decoder_sparse_step=1, rms_norm_eps=1e-6, qkv_bias=True,
 )  # fmt: skip
 def qwen2_moe(c: Config) -> ModelSpec:
     c.refuse("use_sliding_window", False, "windows of this family are not supported")
     router = Router("softmax", _top_k(c), renorm=c.flag("norm_topk_prob"))
     shared = Mlp(c.count("shared_expert_intermediate_size"), c.act())
-    moe = _experts(c, "num_experts", "moe_intermediate_size", router, shared=shared, shared_gate=True)
+    moe = experts_of(c, "num_experts", "moe_intermediate_size", router, shared=shared, shared_gate=True)
     biases = frozenset("qkv" if c.flag("qkv_bias") else "")
-    return moe_model(c, moe, dense=c.mlp(), is_sparse=_qwen_sparse(c), biases=biases)
+    return moe_model(c, moe, dense=c.mlp(), is_sparse=qwen_sparse(c), biases=biases)
 
 
 @family("olmoe", num_experts_per_tok=8, num_experts=64, rms_norm_eps=1e-5, max_position_embeddings=4096)
 def olmoe(c: Config) -> ModelSpec:
     c.refuse("clip_qkv", None, "clipped queries, keys and values are not supported")
     router = Router("softmax", _top_k(c), renorm=c.flag("norm_topk_prob"))
-    moe = _experts(c, "num_experts", "intermediate_size", router)
+    moe = experts_of(c, "num_experts", "intermediate_size", router)
     biases = frozenset("qkvo" if c.flag("attention_bias") else "")
     return moe_model(c, moe, qk_norm=c.rms(), norm_whole=True, biases=biases)
 
@@ -135,7 +139,7 @@ def glm4_moe(c: Config) -> ModelSpec:
     inner = c.count("moe_intermediate_size")
     shared = Mlp(inner * c.count("n_shared_experts"), c.act())
     count = "n_routed_experts" if c.get("n_routed_experts") else "num_local_experts"
-    moe = _experts(c, count, "moe_intermediate_size", router, shared=shared)
+    moe = experts_of(c, count, "moe_intermediate_size", router, shared=shared)
     first = int(c.get("first_k_dense_replace"))
     return moe_model(
         c,
@@ -168,7 +172,7 @@ def ernie4_5_moe(c: Config) -> ModelSpec:
     router = Router("softmax", _top_k(c, "moe_k"), renorm=True, correction=True)
     number = int(c.get("moe_num_shared_experts"))
     shared = Mlp(number * c.count("moe_intermediate_size"), c.act()) if number else None
-    moe = _experts(c, "moe_num_experts", "moe_intermediate_size", router, shared=shared)
+    moe = experts_of(c, "moe_num_experts", "moe_intermediate_size", router, shared=shared)
     first, last, step = (int(c.get(f"moe_layer_{n}")) for n in ("start_index", "end_index", "interval"))
     last = c.layers - 1 if last == -1 else last
     return moe_model(
@@ -190,7 +194,7 @@ def ernie4_5_moe(c: Config) -> ModelSpec:
 )  # fmt: skip
 def granitemoe(c: Config) -> ModelSpec:
     norm, scale = c.rms(), c.number("residual_multiplier", 1.0)
-    moe = _experts(c, "num_local_experts", "intermediate_size", Router("top_softmax", _top_k(c)))
+    moe = experts_of(c, "num_local_experts", "intermediate_size", Router("top_softmax", _top_k(c)))
     biases = frozenset("qkvo" if c.flag("attention_bias") else "")
     attends = c.attention(c.rope(), scale=c.number("attention_multiplier", 1.0), biases=biases)
     layer = (sub(attends, norm, residual_scale=scale), sub(moe, norm, residual_scale=scale))
