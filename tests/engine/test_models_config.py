@@ -56,7 +56,7 @@ def test_windows_without_layer_types_start_at_max_window_layers() -> None:
         ({"model_type": "mamba9"}, "'mamba9' is not supported; use one of"),
         ({"hidden_act": "quick_gelu"}, "'quick_gelu'"),
         ({"quantization_config": {"bits": 4}}, "use the unquantized model or a GGUF"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"num_key_value_heads": 3}, "does not divide"),
         ({"head_dim": 15}, "odd"),

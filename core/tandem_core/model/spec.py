@@ -82,6 +82,14 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """A query at position p is multiplied by 1 + beta * log(1 + floor(p / original_max_len))."""
+
+    beta: float
+    original_max_len: int
+
+
+@dataclass(frozen=True)
 class Attention:
     """Softmax attention over a paged cache of keys and values."""
 
@@ -107,6 +115,7 @@ class Attention:
     #: Whether qk_norm follows the rotation.
     norm_after_rope: bool = False
     v_norm: Norm | None = None
+    query_growth: QueryGrowth | None = None
     #: Projections with a bias: q, k, v, o.
     biases: frozenset[str] = frozenset()
 

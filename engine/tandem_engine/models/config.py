@@ -35,7 +35,9 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Parse a Hugging Face config. Raises ModelLoadError."""
-        model_type = check_architecture(raw.get("model_type"), "config.json")
+        text = raw.get("text_config")
+        nested = text.get("model_type") if isinstance(text, Mapping) else None
+        model_type = check_architecture(nested or raw.get("model_type"), "config.json")
         if "quantization_config" in raw:
             raise ModelLoadError(
                 "quantized safetensors are not supported; use the unquantized model or a GGUF"

@@ -129,6 +129,8 @@ class TensorPart:
     transposed: bool = False
     #: The source has w for 1 + w.
     one_plus: bool = False
+    #: Rows are divided by their lengths.
+    normalized: bool = False
 
     @property
     def is_in_order(self) -> bool:
@@ -162,6 +164,8 @@ class TensorPart:
             read = read.t()[self.first : self.first + (self.groups - 1) * self.stride + self.count]
         order = self.order()
         rows = read if order is None else read[order]
+        if self.normalized:
+            return torch.nn.functional.normalize(rows.float())
         return rows.float() + 1 if self.one_plus else rows
 
 
@@ -259,7 +263,9 @@ def stored_tensors(spec: ModelSpec, names: Names, form: WeightForm) -> Iterator[
         yield plain("norm.bias", f"{norm}.bias", hidden)
     if form.holds_head or not spec.head.tied:
         head = embedding if spec.head.tied else f"{names.head}.weight"
-        yield plain("lm_head.weight", head, spec.vocab_size, hidden)
+        shape = (spec.vocab_size, hidden)
+        part = TensorPart(head, shape, shape, count=shape[0], normalized=names.head_normalized)
+        yield StoredTensor("lm_head.weight", (part,))
     if spec.head.bias:
         yield plain("lm_head.bias", f"{names.head}.bias", spec.vocab_size)
 

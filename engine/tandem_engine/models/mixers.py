@@ -144,6 +144,10 @@ class AttentionMixer:
             k_scale=self.layer.k_scale,
             v_scale=self.layer.v_scale,
         )
+        if growth := a.query_growth:
+            steps = torch.floor(inputs.positions / growth.original_max_len)
+            factors = 1 + growth.beta * torch.log1p(steps)
+            query.mul_(factors.view(-1, 1, 1).to(query.dtype))
         attended = inputs.attention[a.k_dim].run(query, cache, self.layer)
         if self._gate is not None:
             attended = sigmoid_gate(attended, self._gate(x))

@@ -3,7 +3,19 @@
 Nothing here needs torch.
 """
 
-from tandem_engine.models.families import llama, moe, qwen, qwen_next
+from tandem_engine.models.families import (
+    cohere,
+    gemma,
+    glm,
+    gpt,
+    internlm,
+    layernorms,
+    llama,
+    moe,
+    phi,
+    qwen,
+    qwen_next,
+)
 from tandem_engine.models.families.names import Fused, Names, kind_of
 from tandem_engine.models.families.registry import FAMILIES, Family, check_architecture
 
@@ -13,9 +25,16 @@ __all__ = [
     "Fused",
     "Names",
     "check_architecture",
+    "cohere",
+    "gemma",
+    "glm",
+    "gpt",
+    "internlm",
     "kind_of",
+    "layernorms",
     "llama",
     "moe",
+    "phi",
     "qwen",
     "qwen_next",
 ]

@@ -40,12 +40,17 @@ class Config:
     Files leave out what equals the defaults of transformers' class.
     """
 
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, raw: Mapping[str, Any], defaults: Mapping[str, Any], aliases: Mapping[str, str]
+    ) -> None:
+        """aliases: our name of a value -> the file's."""
         text = raw.get("text_config")
         #: Whether the config describes other modalities besides.
         self.nested = isinstance(text, Mapping)
         tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
-        self._values = {**defaults, **(dict(text) | tied if isinstance(text, Mapping) else raw)}
+        found = dict(text) | tied if isinstance(text, Mapping) else dict(raw)
+        found |= {ours: found[theirs] for ours, theirs in aliases.items() if theirs in found}
+        self._values = {**defaults, **found}
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self._values.get(name)
@@ -106,8 +111,10 @@ class Config:
     def rms(self, eps: str = "rms_norm_eps") -> Norm:
         return Norm(NormKind.RMS, self.number(eps))
 
-    def layer_norm(self, eps: str = "layer_norm_eps", *, bias: bool = True) -> Norm:
-        return Norm(NormKind.LAYER, self.number(eps), bias=bias)
+    def layer_norm(
+        self, eps: str = "layer_norm_eps", *, bias: bool = True, default: float | None = None
+    ) -> Norm:
+        return Norm(NormKind.LAYER, self.number(eps, default), bias=bias)
 
     def act(self, name: str = "hidden_act", default: str = "silu") -> Activation:
         act = str(self.get(name, default))
@@ -176,7 +183,7 @@ class Config:
         scaling: Mapping[str, Any] = self.get("rope_parameters") or self.get("rope_scaling") or {}
         if layer_type is not None and layer_type in scaling:
             scaling = scaling[layer_type]
-        elif old:
+        elif old and not (scaling and layer_type is None):
             scaling = old
         kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
         theta = _positive("rope_theta", scaling.get("rope_theta") or self.get("rope_theta", 10000.0))
@@ -185,8 +192,11 @@ class Config:
         name = "original_max_position_embeddings"
         original = _whole(name, scaling.get(name) or self.get(name) or self.max_len, _LONGEST)
         match kind:
-            case "default" | "dynamic":
+            # mrope: the three positions of a token of text are equal.
+            case "default" | "dynamic" | "mrope":
                 return Rope(dims, theta=theta)
+            case "longrope" | "su":
+                return self._longrope(scaling, dims, theta, original)
             case "linear":
                 return Rope(dims, kind, theta, _positive("factor", scaling["factor"]))
             case "table":
@@ -210,7 +220,30 @@ class Config:
                     truncate=bool(scaling.get("truncate", True)),
                 )
         raise ModelLoadError(
-            f"RoPE scaling {kind!r} is not supported; use default, linear, dynamic, llama3 or yarn"
+            f"RoPE scaling {kind!r} is not supported; use default, linear, dynamic, llama3, yarn or longrope"
+        )
+
+    def _longrope(self, scaling: Mapping[str, Any], dims: int, theta: float, original: int) -> Rope:
+        short, long = (
+            tuple(_positive(name, f) for f in scaling[name]) for name in ("short_factor", "long_factor")
+        )
+        if len(short) != dims // 2 or len(long) != dims // 2:
+            raise ModelLoadError(
+                f"config.json: longrope has {len(short)} and {len(long)} factors for {dims // 2} rotated "
+                "pairs; pull the model again"
+            )
+        factor = self.max_len / original
+        attention_factor = scaling.get("attention_factor")
+        if attention_factor is None:
+            attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return Rope(
+            dims,
+            "longrope",
+            theta,
+            original_max_len=original,
+            attention_factor=float(attention_factor),
+            table=short,
+            long_table=long,
         )
 
     def model(

@@ -152,16 +152,6 @@ def glm4_moe(c: Config) -> ModelSpec:
 
 
 @family(
-    "ernie4_5", names=Names(paired=True), rope_theta=5e5, tie_word_embeddings=True, rms_norm_eps=1e-5,
-    head_dim=128,
-)  # fmt: skip
-def ernie4_5(c: Config) -> ModelSpec:
-    c.refuse("use_bias", False, "biases of this family are not supported")
-    norm, mlp, attends = c.rms(), c.mlp(), c.attention(c.rope())
-    return c.model([(sub(attends, norm), sub(mlp, norm)) for _ in range(c.layers)], norm)
-
-
-@family(
     "ernie4_5_moe",
     names=Names({"moe.correction": "mlp.moe_statics.e_score_correction_bias"}, paired=True),
     rope_theta=5e5, tie_word_embeddings=True, rms_norm_eps=1e-5, moe_k=6, moe_num_experts=64,

@@ -91,6 +91,8 @@ class Names:
     paired: bool = False
     #: Projections are [in, out].
     transposed: bool = False
+    #: The head divides its rows by their lengths.
+    head_normalized: bool = False
     #: Whether the checkpoint holds other modalities, of which no tensor is read.
     nested: bool = False
     #: Tensors that have no use here, by the begin of their names.
@@ -111,11 +113,9 @@ class Names:
         return self._nested_in(present)
 
     def _nested_in(self, present: Set[str]) -> Names:
-        if not self.nested:
-            return self
-        for prefix in _NESTED:
+        for prefix in (self.prefix, *(_NESTED if self.nested else ()), ""):
             if f"{prefix}{self.embed}.weight" in present:
-                heads = (self.head, prefix.split(".")[0] + "." + self.head)
+                heads = (self.head, f"{prefix.split('.')[0]}.{self.head}")
                 head = next((head for head in heads if f"{head}.weight" in present), self.head)
                 return replace(self, prefix=prefix, head=head)
         return self

@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3, dense."""
+"""Qwen 2, 2.5 and 3, dense, and the text models of their multimodal checkpoints."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def _windows(c: Config) -> tuple[int | None, ...]:
     return c.windows(["full_attention"] * first + ["sliding_attention"] * (c.layers - first))
 
 
-@family("qwen2")
+@family("qwen2", "qwen2_vl_text", "qwen2_5_vl_text")
 def qwen2(c: Config) -> ModelSpec:
     return llama_model(c, biases="qkv", windows=_windows(c))
 
 
-@family("qwen3")
+@family("qwen3", "qwen3_vl_text")
 def qwen3(c: Config) -> ModelSpec:
     biases = "qkvo" if c.flag("attention_bias") else ""
     return llama_model(c, biases=biases, windows=_windows(c), qk_norm=c.rms())

@@ -4,6 +4,7 @@ attention whose output is gated."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tandem_core.errors import ModelLoadError, quoted
 from tandem_core.model.spec import GatedDelta, Mixer, ModelSpec, Moe, Router, Sublayer
@@ -86,7 +87,7 @@ def _moe(c: Config, *, renorm: bool) -> Moe:
     return experts_of(c, "num_experts", "moe_intermediate_size", router, shared=shared, shared_gate=True)
 
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "head_dim": 256,
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
