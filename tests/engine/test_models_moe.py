@@ -8,17 +8,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 import transformers as hf
+from free_drafts import FreeDrafts
+from gguf import GGMLQuantizationType as Kind
+from greedy import assert_same
 from native_libraries import native_library
 from paged_model import PagedModel
 from safetensors.torch import load_file, save_file
 from tandem_core.errors import ModelLoadError
+from tandem_core.sampling import SamplingParams
+from tandem_drafting.drafter import drafter_for
+from tandem_engine.llm import LLM
 from tandem_engine.model_loader import load_decoder, pull
 from tandem_engine.models import ModelConfig, Quantization
 from torch import Tensor
-from toy_models import save_checkpoint
+from toy_models import SIZES as ENGINE_SIZES
+from toy_models import prompt_of, save_checkpoint
 
 SIZES = {
     "vocab_size": 96,
@@ -72,6 +80,8 @@ FAMILIES = {
         },
     ),
 }  # fmt: skip
+#: By llama.cpp's names.
+ARCHS = {"qwen3moe": gguf.MODEL_ARCH.QWEN3MOE, "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE}
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +94,9 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """family -> (transformers' model, its checkpoint)"""
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
 
-    def make(family: str) -> tuple[hf.PreTrainedModel, Path]:
+    def make(family: str, **more: object) -> tuple[hf.PreTrainedModel, Path]:
         kind, changes = FAMILIES[family]
-        model = hf.AutoModelForCausalLM.from_config(kind(**SIZES | changes))
+        model = hf.AutoModelForCausalLM.from_config(kind(**SIZES | changes | more))
         randomize(model)
         save_checkpoint(model, tmp_path / family)
         return model, tmp_path / family
@@ -195,3 +205,96 @@ def test_lacking_and_misshapen_experts_are_named(stored) -> None:
         save_file(changed, file, {"format": "pt"})
         with pytest.raises(ModelLoadError, match=message):
             load_decoder(pull(str(checkpoint)), torch.float32)
+
+
+def write_gguf(path: Path, arch: str, model: hf.PreTrainedModel, kind: Kind) -> dict[str, Tensor]:
+    """The model as llama.cpp's converter writes it, matrices in this format; returns what it then holds."""
+    c = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_key_length(c.head_dim if arch == "qwen3moe" else c.hidden_size // c.num_attention_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_expert_count(c.num_experts)
+    writer.add_expert_used_count(c.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
+    table = gguf.get_tensor_name_map(ARCHS[arch], c.num_hidden_layers)
+    held = {}
+    for name, tensor in model.state_dict().items():
+        parts = {name: tensor}
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            parts = {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+        for part_name, part in parts.items():
+            plain = part.ndim == 1 or part_name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
+            data = gguf.quantize(part.squeeze(0).numpy(), Kind.F32 if plain else kind)
+            base, _, suffix = part_name.rpartition(".")
+            name_in_file = (
+                table.get_name(part_name) + ".weight"
+                if "experts." in part_name and "shared" not in part_name
+                else f"{table.get_name(base)}.{suffix}"
+            )
+            writer.add_tensor(name_in_file, data, raw_dtype=None if plain or kind is Kind.F32 else kind)
+            values = part.numpy() if plain else gguf.dequantize(data, kind)
+            held[part_name] = torch.from_numpy(values).view(part.shape)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"<{i}>" for i in range(c.vocab_size)])
+    writer.add_token_merges([])
+    writer.add_token_types([gguf.TokenType.NORMAL] * c.vocab_size)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return held
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen2moe"])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+def test_experts_of_gguf_files_are_those_of_checkpoints(
+    stored, tmp_path: Path, arch: str, kind: Kind
+) -> None:
+    """Quantised weights are taken as they are: they are what quantising their values to 8 bits gives."""
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
+    model, _ = stored(arch.replace("moe", "_moe"), **sizes)
+    held = write_gguf(tmp_path / "model.gguf", arch, model, kind)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.endswith("experts.gate_up_proj"):
+                halves = [held[name.replace("gate_up", role)] for role in ("gate", "up")]
+                tensor.copy_(torch.cat(halves, 1))
+            else:
+                tensor.copy_(held[name])
+    other = tmp_path / "dequantised"
+    save_checkpoint(model, other)
+    quantization = Quantization.NONE if kind is Kind.F32 else Quantization.W8A8
+    ours, theirs = (run(pull(str(p)), quantization) for p in (tmp_path / "model.gguf", other))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_texts_are_those_of_transformers(stored, family: str) -> None:
+    """64 tokens of three texts: prompts in chunks, all texts in one batch, with drafts."""
+    model, checkpoint = stored(family)
+    drafter = drafter_for("local")
+    assert drafter is not None
+    drafter.step_cost = FreeDrafts()
+    llm = LLM(pull(str(checkpoint)), **ENGINE_SIZES | {"chunk_size": 16}, drafter=drafter)
+    texts = [prompt_of(n, start) for n, start in ((40, 0), (23, 5), (31, 9))]
+    results = llm.generate(texts, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=2))
+    model.generation_config.eos_token_id = None
+    expected = [
+        model.generate(torch.tensor([t]), max_new_tokens=64, do_sample=False)[0, len(t) :].tolist()
+        for t in texts
+    ]
+    assert_same(results, expected, family)
+    assert sum(r.stats.accepted_tokens for r in results) > 0, "nothing was speculated"

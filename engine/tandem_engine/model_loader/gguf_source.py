@@ -37,7 +37,14 @@ _PER_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+#: All experts of a layer in one tensor, [experts, rows, depth].
+_STACKED = {f"ffn_{role}_exps": f"mlp.experts.{role}_proj" for role in ("gate", "up", "down")}
 #: Divides the frequencies of RoPE (Llama 3.1 and later); no weight, but part of the config.
 _ROPE_TABLE = "rope_freqs.weight"
 #: Above any model's; a damaged number would cost memory before anything else notices it.
@@ -52,7 +59,8 @@ class GgufSource:
         files = self._files = open_all(path)
         self.files = [file.path for file in files]
         self._fields = files[0].fields
-        self.architecture = check_architecture(self._field("general.architecture"), path)
+        self.architecture = str(self._field("general.architecture"))
+        self._model_type = check_architecture(self.architecture, path)
         self._tensors: dict[str, GgufTensor] = {}
         self._rope_table: tuple[float, ...] = ()
         for name, tensor in ((name, t) for file in files for name, t in file.tensors.items()):
@@ -91,6 +99,8 @@ class GgufSource:
         if name in _TOP:
             return _TOP[name]
         match name.split("."):
+            case ["blk", layer, kind, "weight"] if kind in _STACKED:
+                return f"model.layers.{layer}.{_STACKED[kind]}"
             case ["blk", layer, kind, suffix] if kind in _PER_LAYER:
                 return f"model.layers.{layer}.{_PER_LAYER[kind]}.{suffix}"
         raise ModelLoadError(f"{self._path} holds {name}, which the supported architectures do not have")
@@ -201,7 +211,7 @@ class GgufSource:
         if self._count("rope.dimension_count", head_dim) != head_dim:
             raise ModelLoadError(f"{self._path} has partial rotary embeddings, which are not supported")
         config: dict[str, Any] = {
-            "model_type": arch,
+            "model_type": self._model_type,
             "architectures": [f"{arch.capitalize()}ForCausalLM"],
             "vocab_size": self._tensors[embeddings].shape[0],
             "hidden_size": hidden,
@@ -225,7 +235,24 @@ class GgufSource:
             # llama.cpp files mistral under llama; every layer then has the window.
             config |= {"model_type": "mistral" if arch == "llama" else arch, "sliding_window": window}
             config |= {"use_sliding_window": True, "max_window_layers": 0}
+        if f"{arch}.expert_count" in self._fields:
+            config |= self._experts(config["intermediate_size"])
         return {k: v for k, v in config.items() if v != -1}
+
+    def _experts(self, inner: int) -> dict[str, Any]:
+        """The keys of a mixture of experts; llama.cpp files mixtral under llama too."""
+        count = self._count("expert_count")
+        config = {
+            "num_experts": count,
+            "num_local_experts": count,
+            "num_experts_per_tok": self._count("expert_used_count"),
+            "moe_intermediate_size": self._count("expert_feed_forward_length", inner),
+            "shared_expert_intermediate_size": int(self._number("expert_shared_feed_forward_length", 0))
+            or -1,
+            # What llama.cpp computes; files do not say it.
+            "norm_topk_prob": self.architecture == "qwen3moe",
+        }
+        return config | ({"model_type": "mixtral"} if self.architecture == "llama" else {})
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
         """rope_parameters; kind "table" is ours (models/config.py). Files without a type scale linearly."""

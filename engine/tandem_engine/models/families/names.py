@@ -57,11 +57,17 @@ ROLES: Mapping[str, str | Fused] = {
 #: How files may hold all experts of a layer in one tensor: gate above up, or apart.
 _STACKED: Mapping[str, Mapping[str, str | Fused]] = {
     "gate_up_proj": {
+        "moe.router": "mlp.gate",
         "moe.gate": Fused("mlp.experts.gate_up_proj", ("gate", "up")),
         "moe.up": Fused("mlp.experts.gate_up_proj", ("gate", "up")),
         "moe.down": "mlp.experts.down_proj",
     },
-    "up_proj": {f"moe.{role}": f"mlp.experts.{role}_proj" for role in ("gate", "up", "down")},
+    "up_proj": {
+        "moe.router": "mlp.gate",
+        "moe.gate": "mlp.experts.gate_proj",
+        "moe.up": "mlp.experts.up_proj",
+        "moe.down": "mlp.experts.down_proj",
+    },
 }
 #: Roles of post norms in blocks that have norms before and after each mixer.
 SANDWICH: Mapping[str, str | Fused] = {
