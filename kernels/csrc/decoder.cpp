@@ -125,7 +125,9 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
     if (!steps.emplace(attention.window, attention).first->second.plan()) return -2;
   }
 
-  auto rows = [&](const void* x) { return Activations{x, dtype, tokens, work.quantized}; };
+  auto rows = [&](const void* x, const TandemLinear* weight) {
+    return Activations{x, dtype, tokens, work.quantized, weight->order};
+  };
   with_team(attention.num_threads, [&](Team& team) {
     if (const TandemEnds* ends = c.ends) {
       team.share(tokens, [&](int64_t t) {
@@ -138,27 +140,27 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
     }
     for (int n = c.first_layer; n < c.end_layer; ++n) {
       const TandemLayer& layer = c.layers[n];
-      add_norm_in_team(team, work.hidden, n == 0 ? nullptr : work.delta, 1, norm(layer.input_norm), rows(work.normed),
-                       tokens, c.hidden_size, is_quantized(layer.qkv));
-      linear_in_team(team, layer.qkv, rows(work.normed), tokens, work.qkv, dtype);
+      add_norm_in_team(team, work.hidden, n == 0 ? nullptr : work.delta, 1, norm(layer.input_norm),
+                       rows(work.normed, layer.qkv), tokens, c.hidden_size, is_quantized(layer.qkv));
+      linear_in_team(team, layer.qkv, rows(work.normed, layer.qkv), tokens, work.qkv, dtype);
       const TandemHeads heads = {norm(layer.q_norm), norm(layer.k_norm), norm(nullptr), c.rotations, c.num_positions, int(D),
                                  attention.num_heads, attention.num_kv_heads, int(D), int(D), 0, 0};
       rope_store_in_team(team, rope, heads, layer.cache);
       steps.at(layer.window).run_in_team(team, layer.cache);
       if (is_quantized(layer.o)) {
-        team.share(tokens, [&](int64_t r) { quantize_row(rows(work.attended), r, layer.o->depth); });
+        team.share(tokens, [&](int64_t r) { quantize_row(rows(work.attended, layer.o), r, layer.o->depth); });
         team.wait();
       }
-      linear_in_team(team, layer.o, rows(work.attended), tokens, work.delta, dtype);
-      add_norm_in_team(team, work.hidden, work.delta, 1, norm(layer.post_norm), rows(work.normed), tokens, c.hidden_size,
-                       is_quantized(layer.gate_up));
-      linear_in_team(team, layer.gate_up, rows(work.normed), tokens, work.gate_up, dtype);
-      activate_in_team(team, work.gate_up, dtype, silu, rows(work.product), tokens, c.intermediate_size,
-                       is_quantized(layer.down));
-      linear_in_team(team, layer.down, rows(work.product), tokens, work.delta, dtype);
+      linear_in_team(team, layer.o, rows(work.attended, layer.o), tokens, work.delta, dtype);
+      add_norm_in_team(team, work.hidden, work.delta, 1, norm(layer.post_norm), rows(work.normed, layer.gate_up), tokens,
+                       c.hidden_size, is_quantized(layer.gate_up));
+      linear_in_team(team, layer.gate_up, rows(work.normed, layer.gate_up), tokens, work.gate_up, dtype);
+      activate_in_team(team, work.gate_up, dtype, silu, rows(work.product, layer.down), tokens,
+                       c.intermediate_size, is_quantized(layer.down));
+      linear_in_team(team, layer.down, rows(work.product, layer.down), tokens, work.delta, dtype);
     }
     if (const TandemEnds* ends = c.ends; ends && ends->num_rows) {
-      const Activations sampled = {work.normed, dtype, ends->num_rows, work.quantized};
+      const Activations sampled = {work.normed, dtype, ends->num_rows, work.quantized, ends->head->order};
       add_norm_in_team(team, work.hidden, work.delta, 1, norm(ends->norm), sampled, ends->num_rows, c.hidden_size,
                        is_quantized(ends->head), ends->rows);
       linear_in_team(team, ends->head, sampled, ends->num_rows, ends->logits, DType::kFloat32);

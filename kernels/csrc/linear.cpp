@@ -224,7 +224,7 @@ void linear_groups_in_team(Team& team, const LinearGroup* groups, int count, DTy
 // not quantized; depth is even (quantized: a multiple of 32).
 extern "C" void tandem_packed_linear(const void* x, const TandemLinear* weight, void* out, int64_t rows, int32_t dtype,
                               int32_t out_dtype, int32_t num_threads) {
-  Activations activations = {x, (DType)dtype, rows, nullptr};
+  Activations activations = {x, (DType)dtype, rows, nullptr, weight->order};
   static thread_local Scratch quantized;
   if (is_quantized(weight)) activations.quantized = quantized.of(quantized_bytes(rows, weight->depth));
   with_team(num_threads, [&](Team& team) {

@@ -8,8 +8,10 @@
 // Weights are packed once into panels of 32 columns, so that the inner loop reads them in order:
 //
 //   kFloat32, kBFloat16   [panel][k][32 columns]   k counts 32-bit lanes of depth: a float, or a pair of bfloat16
-//   the others            [panel][block][bytes]    32 or 256 of depth with scales per column; quantized.cpp
-enum class Packing : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kQ4K = 4, kQ6K = 5 };
+//   the others            [panel][block][bytes]    32, 128 or 256 of depth with scales per column; quantized.cpp
+enum class Packing : int32_t {
+  kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kQ4K = 4, kQ6K = 5, kInt4Zeros = 6, kLut4 = 7
+};
 
 constexpr int kPanel = 32;
 constexpr int kGroup = 32;
@@ -22,6 +24,8 @@ extern "C" struct TandemLinear {
   int32_t columns, depth, packing;
   int32_t first, stride;  // the result's first column of this piece, and all its columns
   int32_t pieces;         // from this one on
+  const int32_t* order;  // [depth]: the input that each step of depth of quantized pieces multiplies, or null; same in all
+  const uint8_t* table;  // [16]: what the codes of kLut4 mean, plus 128
 };
 
 inline bool is_quantized(const TandemLinear* weight) {
@@ -62,6 +66,7 @@ struct Activations {
   DType dtype;
   int64_t rows;
   void* quantized;  // quantized_bytes(rows, depth), aligned to 64 bytes
+  const int32_t* order = nullptr;  // of the weight that will multiply them
 };
 
 // Neighbouring rows whose codes lie together: the rows of one AMX tile, or of some blocks of a product.

@@ -11,12 +11,17 @@
 //   kQ6K    eight groups: scale [32] float16
 //                         factors of it [2][32] int8, for 16 of depth each | lower bits [4][32 columns][4] |
 //                         upper bits [2][32 columns][4]
+//   kInt4Zeros four groups: scale [32] float16 | zero [32] float16
+//                         codes [4][32 columns][4]
+//   kLut4   one group:    scale [32] float16
+//                         codes [4][32 columns][4], which stand for bytes of the weight's table
 //
-// A weight is code * scale + minimum; the minimum is -128 * scale (kInt8) or -32 * scale (kQ6K) where none is stored. Of 4
-// bits, row k has code 4 k + j in the lower half of a byte and code 16 + 4 k + j in the upper half. Of the upper 2 bits of
+// A weight is code * scale + minimum; the minimum is -128 * scale (kInt8, kLut4) or -32 * scale (kQ6K) where none is
+// stored, and zero * scale with kInt4Zeros. Of 4 bits, row k has code 4 k + j in the lower half of a byte and code 16 + 4 k + j in the upper half. Of the upper 2 bits of
 // kQ6K, row h has those of code 16 h + 4 k + j in bits 2 k of byte j.
 //
-// GGUF's Q8_0, Q4_0, Q4_1, Q4_K and Q6_K are such groups, so their weights are taken as they are. With activations
+// GGUF's Q8_0, Q4_0, Q4_1, Q4_K and Q6_K are such groups, as are the weights of AWQ, GPTQ and MXFP4, so they are taken as
+// they are. With activations
 // a = s * b:
 //
 //   sum w a = scale * s * (sum code b) + minimum * s * (sum b)
@@ -52,23 +57,25 @@ constexpr int64_t kPackedRows = kHasTiles                              ? 4
                                 : kLanes == 16 && kHasBFloat16Products ? INT64_MAX
                                 : kLanes == 16                         ? 8
                                 : Kind == Packing::kInt8               ? INT64_MAX
-                                : Kind == Packing::kQ6K                ? 12
+                                : Kind == Packing::kQ6K || Kind == Packing::kLut4 ? 12
                                                                        : 32;
 // Least rows of a part of the work, since each part unpacks a panel.
 constexpr int64_t kLeastRows = 64;
 
 template <Packing Kind>
 struct Format {
-  static constexpr bool kIsK = Kind == Packing::kQ4K || Kind == Packing::kQ6K;
-  static constexpr int kBits = Kind == Packing::kInt8 ? 8 : Kind == Packing::kQ6K ? 6 : 4;
+  static constexpr bool kIsK = Kind == Packing::kQ4K || Kind == Packing::kQ6K, kIsLut = Kind == Packing::kLut4;
+  // Of a code in memory, and as it is multiplied.
+  static constexpr int kStoredBits = Kind == Packing::kInt8 ? 8 : Kind == Packing::kQ6K ? 6 : 4;
+  static constexpr int kBits = kIsLut ? 8 : kStoredBits;
   static constexpr bool kHasMinimum = kBits == 4;
   // Codes of 8 bits minus 128, where the instruction takes signed bytes.
   static constexpr bool kIsShifted = kBits == 8 && kDotProductIsSigned;
   // Groups of a block of the packing; parts of a group that have their own scale.
-  static constexpr int kGroups = kIsK ? 8 : 1, kParts = Kind == Packing::kQ6K ? 2 : 1;
+  static constexpr int kGroups = kIsK ? 8 : Kind == Packing::kInt4Zeros ? 4 : 1, kParts = Kind == Packing::kQ6K ? 2 : 1;
   static constexpr int kHeadBytes = (kHasMinimum ? 4 : 2) * kPanel;
   static constexpr int kFactorBytes = kIsK ? 2 * kPanel : 0;
-  static constexpr int kGroupBytes = kFactorBytes + kPanel * kGroup * kBits / 8;
+  static constexpr int kGroupBytes = kFactorBytes + kPanel * kGroup * kStoredBits / 8;
 
   static int64_t panel_bytes(int groups) {
     return int64_t(groups / kGroups) * kHeadBytes + int64_t(groups) * kGroupBytes;
@@ -123,17 +130,20 @@ class Packed<Kind>::Columns {
 
  public:
   Columns(const Packed& from, int at)
-      : next((const uint8_t*)from.weight.packed + from.panel * F::panel_bytes(from.weight.depth / kGroup)), at(at) {}
+      : next((const uint8_t*)from.weight.packed + from.panel * F::panel_bytes(from.weight.depth / kGroup)), at(at) {
+    if constexpr (F::kIsLut) table = load_table(from.weight.table) ^ (F::kIsShifted ? (int32_t)0x80808080 : 0);
+  }
 
   // Called with 0, 1, 2, ...
   __attribute__((always_inline)) void open(int group) {
     if (group % F::kGroups == 0) {
       head = (const uint16_t*)next + at;
       next += F::kHeadBytes;
-      if constexpr (F::kIsK)
+      if constexpr (F::kGroups > 1)
         for (int v = 0; v < Vecs; ++v) {
           scales[v] = from_f16(head + v * kLanes);
           if constexpr (F::kHasMinimum) minimums[v] = from_f16(head + kPanel + v * kLanes);
+          if constexpr (Kind == Packing::kInt4Zeros) minimums[v] *= scales[v];
         }
     }
     // The hardware sees neither the next panel while blocks of rows read this one again, nor every line of a part of a
@@ -146,9 +156,10 @@ class Packed<Kind>::Columns {
 
   // Four codes in each lane.
   __attribute__((always_inline)) VecInt codes(int quad, int v) const {
-    if constexpr (F::kBits == 8) return F::kIsShifted ? line(quad, v) ^ (int32_t)0x80808080 : line(quad, v);
+    if constexpr (F::kStoredBits == 8) return F::kIsShifted ? line(quad, v) ^ (int32_t)0x80808080 : line(quad, v);
     const int lower = quad % (kQuads / 2), half = quad / (kQuads / 2);
     const VecInt both = line(lower, v), codes = half ? high_nibbles(both) : low_nibbles(both);
+    if constexpr (F::kIsLut) return lookup(table, codes);
     if constexpr (F::kBits == 4) return codes;
     const VecInt upper = line(kQuads / 2 + half, v);
     const int shift = 2 * lower - 4;
@@ -157,11 +168,13 @@ class Packed<Kind>::Columns {
 
   // Scale of a code in a part of the group, and the minimum that is added to each weight.
   __attribute__((always_inline)) Vec scale(int part, int v) const {
-    if constexpr (!F::kIsK) return from_f16(head + v * kLanes);
+    if constexpr (F::kGroups == 1) return from_f16(head + v * kLanes);
+    if constexpr (!F::kIsK) return scales[v];
     return scales[v] * from_int8(factors + part * kPanel + v * kLanes);
   }
   __attribute__((always_inline)) Vec minimum(int v) const {
-    if constexpr (!F::kIsK) return from_f16(head + kPanel + v * kLanes);
+    if constexpr (F::kGroups == 1) return from_f16(head + kPanel + v * kLanes);
+    if constexpr (!F::kIsK) return minimums[v];
     return minimums[v] * from_int8(factors + kPanel + v * kLanes);
   }
 
@@ -175,6 +188,7 @@ class Packed<Kind>::Columns {
   const uint8_t* packed;
   // Those of the current block's groups, where they are shared.
   Vec scales[Vecs] = {}, minimums[Vecs] = {};
+  VecInt table{};
 };
 
 // The panel that is unpacked next is prefetched bit by bit while this one is multiplied. Memory would stand still then, and
@@ -369,8 +383,8 @@ __attribute__((noinline)) void block(const Call& c, int64_t row, int column, con
 template <Packing Kind, int Rows, class Panel>
 void panel_block(const Call& c, int64_t row, int64_t first_column, const Panel& panel) {
   // As many sums as registers hold, on AVX2; one row takes a whole panel if it can, which reads memory in order.
-  constexpr bool kFew = kLanes == 8 && Kind == Packing::kInt8 && Rows > 1;
-  constexpr bool kMany = kLanes < 16 && Kind != Packing::kInt8 && Rows == 1;
+  constexpr bool kFew = kLanes == 8 && Format<Kind>::kBits == 8 && Rows > 1;
+  constexpr bool kMany = kLanes < 16 && Format<Kind>::kBits < 8 && Rows == 1;
   constexpr int kVecs = kFew ? 1 : kMany ? 4 : 2;
   for (int at = 0; at < kPanel; at += kVecs * kLanes)
     block<Kind, Rows, kVecs>(c, row, int(first_column) + at, panel);
@@ -552,16 +566,29 @@ void run(Team& team, const LinearGroup* groups, int count, int piece, DType out_
 
 }  // namespace
 
+// Some elements of a row, one by one.
+static void gather(const Activations& from, int64_t first, const int32_t* at, float* out) {
+  for (int i = 0; i < kGroup; ++i) {
+    if (from.dtype == DType::kFloat32) out[i] = ((const float*)from.x)[first + at[i]];
+    else {
+      const uint32_t bits = uint32_t(((const uint16_t*)from.x)[first + at[i]]) << 16;
+      std::memcpy(out + i, &bits, 4);
+    }
+  }
+}
+
 void quantize_row(const Activations& to, int64_t row, int depth) {
   constexpr int kCount = kGroup / kLanes;
   const QuantizedRows rows(to, depth);
   for (int g = 0; g < depth / kGroup; ++g) {
     const int64_t at = row * depth + g * kGroup;
     int8_t* codes = rows.codes(row, g);
+    alignas(64) float picked[kGroup];
+    if (to.order) gather(to, row * depth, to.order + g * kGroup, picked);
     Vec x[kCount], top{};
     VecInt is_nan{};
     for (int v = 0; v < kCount; ++v) {
-      x[v] = load_as_float(to.x, at + v * kLanes, to.dtype, nullptr);
+      x[v] = to.order ? load(picked + v * kLanes) : load_as_float(to.x, at + v * kLanes, to.dtype, nullptr);
       top = maximum(top, maximum(x[v], -x[v]));
       is_nan |= x[v] != x[v];
     }
@@ -596,6 +623,8 @@ void quantized_piece(Team& team, const LinearGroup* groups, int count, int piece
     case Packing::kInt8: run<Packing::kInt8>(team, groups, count, piece, out_dtype); break;
     case Packing::kInt4: run<Packing::kInt4>(team, groups, count, piece, out_dtype); break;
     case Packing::kQ4K: run<Packing::kQ4K>(team, groups, count, piece, out_dtype); break;
+    case Packing::kInt4Zeros: run<Packing::kInt4Zeros>(team, groups, count, piece, out_dtype); break;
+    case Packing::kLut4: run<Packing::kLut4>(team, groups, count, piece, out_dtype); break;
     default: run<Packing::kQ6K>(team, groups, count, piece, out_dtype);
   }
 }

@@ -53,7 +53,7 @@ inline uint16_t bf16_of(float x) {
 //   any_above        whether any lane is larger than x
 //   fma              a * b + c, rounded once
 //   from_bf16, from_f16, from_int8, to_bf16, to_f16, to_int8    to and from float32; to_int8 takes -128 .. 127
-//   lookup           table[byte]
+//   lookup           table[byte]: floats, or with load_table 16 bytes by indices below 16
 //   round            to the nearest integer, ties to even
 //   rotate           complex products of interleaved (re, im) lanes
 //   transpose        kLanes rows of kLanes 32-bit elements: row i at rows[i] + from -> column i at out

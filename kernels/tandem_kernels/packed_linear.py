@@ -7,7 +7,7 @@ multiply them. Sums over K have one order: a row's bits do not depend on the oth
 
     float32     [panels, K, 32, 1]                                                    csrc/linear.cpp
     bfloat16    [panels, K / 2, 32, 2], neighbours of a row of the weight side by side
-    quantized   [panels, K / 32 or 256, bytes] uint8, scales before codes             csrc/quantized.cpp
+    quantized   [panels, K / 32, 128 or 256, bytes] uint8, scales before codes        csrc/quantized.cpp
 
 Columns beyond the weight's own, in its last panel, are zeros. A PackedWeight joins several packings below
 each other, so that each can have its own bits.
@@ -35,7 +35,7 @@ _PLAIN = {torch.float32: 0, torch.bfloat16: 1}
 def _block_bytes(packing: Packing) -> int:
     """Of the groups of a panel that share a scale: scales, minimums, then each group's factors and codes."""
     group = GROUP_SIZE * packing.bits // 8 + (2 if packing.has_factors else 0)
-    return PANEL * ((4 if packing.bits == 4 else 2) + packing.groups * group)
+    return PANEL * ((4 if packing.has_minimums else 2) + packing.groups * group)
 
 
 _PACKINGS = {_block_bytes(packing): packing for packing in Packing}
@@ -45,11 +45,15 @@ _PACKINGS = {_block_bytes(packing): packing for packing in Packing}
 class PackedWeight:
     """A weight [columns, depth]: what pack_weight or pack_quantized made of its rows, part after part.
 
-    All parts but the last have whole panels.
+    All parts but the last have whole panels. Weights that are not quantized ignore order and table.
     """
 
     parts: tuple[torch.Tensor, ...]
     columns: int
+    #: [depth] int32: the input that each step along the depth of quantized parts multiplies; None: its own.
+    order: torch.Tensor | None = None
+    #: [16] uint8 of the parts in LUT4.
+    table: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         ends = sum(_panels_of(part) for part in self.parts) * PANEL
@@ -58,6 +62,17 @@ class PackedWeight:
                 f"parts have shapes {[list(part.shape) for part in self.parts]}, wanted one depth and "
                 f"{self.columns} columns in total"
             )
+        for name, wanted in (("order", (torch.int32, self.depth)), ("table", (torch.uint8, 16))):
+            found = getattr(self, name)
+            if found is not None and (found.dtype, *found.shape) != wanted:
+                raise ValueError(
+                    f"{name} is {list(found.shape)} {found.dtype}, wanted [{wanted[1]}] {wanted[0]}"
+                )
+        if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.depth)):
+            raise ValueError(f"order is no permutation of the {self.depth} inputs")
+        kinds = {packing_of(part) for part in self.parts if part.dtype == torch.uint8}
+        if self.table is None and Packing.LUT4 in kinds:
+            raise ValueError("parts in LUT4 lack their table")
 
     @property
     def depth(self) -> int:
@@ -156,22 +171,22 @@ def pack_quantized(weight: QuantizedWeight) -> torch.Tensor:
         groups = torch.cat([factors.permute(0, 2, 3, 4, 1).flatten(3), groups], dim=3)
     heads = [
         by_column(head).transpose(1, 2).contiguous().view(torch.uint8)
-        for head in (weight.scales, weight.minimums)[: 2 if packing.bits == 4 else 1]
+        for head in (weight.scales, weight.minimums)[: 2 if packing.has_minimums else 1]
     ]
     return torch.cat([*heads, groups.flatten(2)], dim=2)
 
 
-def unpack_quantized(packed: torch.Tensor) -> QuantizedWeight:
-    """The inverse of pack_quantized."""
+def unpack_quantized(packed: torch.Tensor, table: torch.Tensor | None = None) -> QuantizedWeight:
+    """The inverse of pack_quantized; table: of LUT4."""
     panels, blocks, _ = packed.shape
     packing = packing_of(packed)
-    num_columns, num_heads = panels * PANEL, 2 if packing.bits == 4 else 1
+    num_columns, num_heads = panels * PANEL, 2 if packing.has_minimums else 1
     head, groups = packed.tensor_split([2 * PANEL * num_heads], dim=2)
     heads = [
         part.contiguous().view(torch.float16).transpose(1, 2).reshape(num_columns, blocks)
         for part in head.chunk(num_heads, dim=2)
     ]
-    minimums = heads[1] if num_heads == 2 else heads[0] * -(1 << (packing.bits - 1))
+    minimums = heads[1] if num_heads == 2 else heads[0] * -packing.zero
     groups = groups.reshape(panels, blocks, packing.groups, -1)
     factors = None
     if packing.has_factors:
@@ -186,7 +201,9 @@ def unpack_quantized(packed: torch.Tensor) -> QuantizedWeight:
         shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
         upper = (lines[..., 16:].reshape(*lines.shape[:4], 2, 1, 4) >> shifts) & 3
         codes = codes | (upper.flatten(4) << 4)
-    return QuantizedWeight(packing, codes.reshape(num_columns, -1), heads[0], minimums, factors)
+    if packing is not Packing.LUT4:
+        table = None
+    return QuantizedWeight(packing, codes.reshape(num_columns, -1), heads[0], minimums, factors, table)
 
 
 def packed_linear(
@@ -216,7 +233,7 @@ def packed_linear(
     if native.LIBRARY is None:
         if dtypes:
             raise ValueError(f"packed weights of {x.dtype} need compiled kernels, which are not here")
-        return _quantized_reference(x, dequantize_packed(weight), bias).to(out_dtype or x.dtype)
+        return _quantized_reference(x, weight, bias).to(out_dtype or x.dtype)
     out = x.new_empty(x.shape[0], weight.columns, dtype=out_dtype or x.dtype)
     pieces = native_weight(weight, bias)
     native.LIBRARY.tandem_packed_linear(
@@ -228,7 +245,16 @@ def packed_linear(
 
 def dequantize_packed(weight: PackedWeight) -> torch.Tensor:
     """[N, K] float32, of quantized parts."""
-    return torch.cat([unpack_quantized(part).dequantize() for part in weight.parts])[: weight.columns]
+    values = _in_order(weight)
+    if weight.order is None:
+        return values
+    return torch.empty_like(values).index_copy_(1, weight.order.long(), values)
+
+
+def _in_order(weight: PackedWeight) -> torch.Tensor:
+    """[N, K] float32, of quantized parts, with the columns as they are stored."""
+    parts = [unpack_quantized(part, weight.table).dequantize() for part in weight.parts]
+    return torch.cat(parts)[: weight.columns]
 
 
 def native_weight(weight: PackedWeight, bias: torch.Tensor | None) -> ctypes.Array[native.LinearWeight]:
@@ -242,16 +268,22 @@ def native_weight(weight: PackedWeight, bias: torch.Tensor | None) -> ctypes.Arr
         described.append(
             native.LinearWeight(
                 part.data_ptr(), bias_pointer, columns, weight.depth, kind, first, weight.columns,
-                len(weight.parts) - len(described),
+                len(weight.parts) - len(described), _pointer(weight.order), _pointer(weight.table),
             )
         )  # fmt: skip
         first += columns
     return (native.LinearWeight * len(described))(*described)
 
 
-def _quantized_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _pointer(values: torch.Tensor | None) -> int | None:
+    return None if values is None else values.data_ptr()
+
+
+def _quantized_reference(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """The definition of the quantized product; float32, whose rounding is small beside x's."""
+    if weight.order is not None:
+        x = x[:, weight.order.long()]
     groups = x.float().view(x.shape[0], -1, GROUP_SIZE)
     scales = groups.abs().amax(2, keepdim=True) / 127
     codes = torch.where(scales == 0, 0.0, groups / scales).round()
-    return F.linear((codes * scales).flatten(1), weight, bias)
+    return F.linear((codes * scales).flatten(1), _in_order(weight), bias)

@@ -2,10 +2,12 @@
 
 weight[n, k] = codes[n, k] * scale + minimum
 
-INT8   codes 0 to 255, minimum = -128 * scale: symmetric, and GGUF's Q8_0 as it is
-INT4   codes 0 to 15, any minimum: GGUF's Q4_0 and Q4_1 as they are
-Q4_K   codes 0 to 15; eight groups share a scale and a minimum, and each has a factor for both
-Q6_K   codes 0 to 63, minimum = -32 * scale; eight groups share a scale, each 16 codes have a factor for it
+INT8       codes 0 to 255, minimum = -128 * scale: symmetric, and GGUF's Q8_0 as it is
+INT4       codes 0 to 15, any minimum: GGUF's Q4_0 and Q4_1 as they are
+Q4_K       codes 0 to 15; eight groups share a scale and a minimum, and each has a factor for both
+Q6_K       codes 0 to 63, minimum = -32 * scale; eight groups share a scale with a factor for each 16 codes
+INT4_ZEROS codes 0 to 15; four groups share a scale and a zero point: AWQ's and GPTQ's groups of 128
+LUT4       codes 0 to 15 that stand for table[code], minimum = -128 * scale: MXFP4, NF4, GGUF's IQ4_NL
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ class Packing(IntEnum):
     INT4 = 3
     Q4_K = 4
     Q6_K = 5
+    INT4_ZEROS = 6
+    LUT4 = 7
 
     @property
     def bits(self) -> int:
+        """Of a code."""
         return {Packing.INT8: 8, Packing.Q6_K: 6}.get(self, 4)
 
     @property
@@ -36,9 +41,19 @@ class Packing(IntEnum):
         return self in (Packing.Q4_K, Packing.Q6_K)
 
     @property
+    def has_minimums(self) -> bool:
+        """Beside the scales; elsewhere the minimum is a fixed multiple of the scale."""
+        return self in (Packing.INT4, Packing.Q4_K, Packing.INT4_ZEROS)
+
+    @property
+    def zero(self) -> int:
+        """The code, or with LUT4 the number in its table, that means 0, unless has_minimums."""
+        return 32 if self is Packing.Q6_K else 128
+
+    @property
     def groups(self) -> int:
         """That share a scale."""
-        return 8 if self.has_factors else 1
+        return 8 if self.has_factors else 4 if self is Packing.INT4_ZEROS else 1
 
     @property
     def depth(self) -> int:
@@ -55,10 +70,12 @@ class QuantizedWeight:
     codes: torch.Tensor
     #: [N, K / depth] float16.
     scales: torch.Tensor
-    #: [N, K / depth] float16.
+    #: [N, K / depth] float16; INT4_ZEROS: in multiples of the scale, so minus the code that means 0.
     minimums: torch.Tensor
     #: [N, K / 32, 2] int8; Q4_K: of scale and minimum; Q6_K: of both, for the first and the second 16 codes.
     factors: torch.Tensor | None = None
+    #: [16] uint8, of LUT4.
+    table: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         num_rows, depth = self.codes.shape
@@ -78,6 +95,8 @@ class QuantizedWeight:
         found = None if self.factors is None else tuple(self.factors.shape)
         if found != wanted or (self.factors is not None and self.factors.dtype != torch.int8):
             raise ValueError(f"factors have shape {found}, wanted {wanted} int8 for {self.packing.name}")
+        if (self.table is not None) != (self.packing is Packing.LUT4):
+            raise ValueError(f"{self.packing.name} {'lacks its' if self.table is None else 'has no'} table")
 
     def dequantize(self) -> torch.Tensor:
         """[N, K] float32."""
@@ -94,14 +113,17 @@ class QuantizedWeight:
             else:
                 scales *= factors.flatten(1)
                 minimums *= factors.flatten(1)
-        codes = self.codes.float().view(*scales.shape, GROUP_SIZE // 2)
+        elif self.packing is Packing.INT4_ZEROS:
+            minimums *= scales
+        codes = self.codes if self.table is None else self.table[self.codes.int()]
+        codes = codes.float().view(*scales.shape, GROUP_SIZE // 2)
         return (codes * scales.unsqueeze(2) + minimums.unsqueeze(2)).flatten(1)
 
     def rows(self, order: torch.Tensor) -> QuantizedWeight:
         """The rows [M] int64 in this order."""
         factors = None if self.factors is None else self.factors[order]
         return QuantizedWeight(
-            self.packing, self.codes[order], self.scales[order], self.minimums[order], factors
+            self.packing, self.codes[order], self.scales[order], self.minimums[order], factors, self.table
         )
 
 
@@ -114,6 +136,7 @@ def join_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:
         torch.cat([p.scales for p in parts]),
         torch.cat([p.minimums for p in parts]),
         torch.cat(factors) if factors else None,
+        parts[0].table,
     )
 
 
@@ -126,7 +149,7 @@ def quantize_weight(weight: torch.Tensor, packing: Packing) -> QuantizedWeight:
     Raises:
         ValueError: K is not a multiple of 32, or another packing.
     """
-    if packing.has_factors or weight.ndim != 2 or weight.shape[1] % GROUP_SIZE:
+    if packing not in (Packing.INT8, Packing.INT4) or weight.ndim != 2 or weight.shape[1] % GROUP_SIZE:
         raise ValueError(
             f"weight has shape {list(weight.shape)} for {packing.name}, wanted [N, K] with K a multiple of "
             f"{GROUP_SIZE}, and INT4 or INT8"

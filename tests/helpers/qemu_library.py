@@ -211,6 +211,8 @@ class QemuLibrary:
             ctypes.memmove(ctypes.addressof(piece), ctypes.addressof(weight[n]), ctypes.sizeof(piece))
             piece.packed = self._put(piece.packed, _packed_bytes(piece))
             piece.bias = self._put(piece.bias, piece.columns * 4)
+            piece.order = self._put(piece.order, piece.depth * 4)
+            piece.table = self._put(piece.table, 16)
         return self._put_struct(pieces)
 
     def _put_struct(self, struct: Any) -> int:

@@ -7,6 +7,7 @@ from tandem_kernels import (
     PackedWeight,
     Packing,
     QuantizedWeight,
+    dequantize_packed,
     join_rows,
     pack_quantized,
     pack_weight,
@@ -17,7 +18,7 @@ from tandem_kernels import (
 )
 
 LIBRARIES = ["off", *COMPILED]
-INT8, INT4, Q4_K, Q6_K = Packing
+INT8, INT4, Q4_K, Q6_K, INT4_ZEROS, LUT4 = Packing
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -27,16 +28,27 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 def random_weight(num_columns: int, depth: int, packing: Packing, seed: int = 1) -> QuantizedWeight:
     """depth is a multiple of the packing's."""
-    if not packing.has_factors:
+    if packing in (INT8, INT4):
         return quantize_weight(random(num_columns, depth, seed=seed), packing)
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << packing.bits, (num_columns, depth), generator=generator, dtype=torch.uint8)
+    if not packing.has_factors:
+        scales = (random(num_columns, depth // packing.depth, seed=seed).abs() / 10).half()
+        if packing is LUT4:
+            table = torch.randint(1, 256, (16,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+            return QuantizedWeight(packing, codes, scales, scales * -128, table=table)
+        zeros = torch.randint(0, 17, scales.shape, generator=generator)
+        return QuantizedWeight(packing, codes, scales, -zeros.half())
     scales = (random(num_columns, depth // 256, seed=seed) / 100).half()
     # Those of Q4_K have 6 bits, without a sign.
     least, end, zero = (0, 64, 7.5) if packing is Q4_K else (-128, 128, 32)
     shape = (num_columns, depth // 32, 2)
     factors = torch.randint(least, end, shape, generator=generator, dtype=torch.int8)
     return QuantizedWeight(packing, codes, scales, (scales * -zero).half(), factors)
+
+
+def packed_of(weight: QuantizedWeight) -> PackedWeight:
+    return PackedWeight((pack_quantized(weight),), weight.codes.shape[0], table=weight.table)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -53,6 +65,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     [
         *((packing, *shape) for packing in (INT8, INT4) for shape in ((96, 64), (32, 32), (160, 576))),
         *((packing, *shape) for packing in (Q4_K, Q6_K) for shape in ((96, 256), (40, 768))),
+        *((packing, *shape) for packing in (INT4_ZEROS, LUT4) for shape in ((96, 128), (40, 640))),
     ],
 )
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 31, 300])
@@ -64,7 +77,7 @@ def test_products_are_those_of_the_rounded_numbers(
     bias = random(num_columns, dtype=dtype, seed=2) if num_rows % 2 else None
     exact = rounded(x) @ weight.dequantize().double().T + (0 if bias is None else bias.double())
     with native_library(library):
-        packed = PackedWeight((pack_quantized(weight),), num_columns)
+        packed = packed_of(weight)
         result = packed_linear(x, packed, bias)
         in_float = packed_linear(x, packed, bias, out_dtype=torch.float32)
     assert result.dtype == dtype and in_float.dtype == torch.float32
@@ -77,13 +90,16 @@ def test_products_are_those_of_the_rounded_numbers(
 
 
 @pytest.mark.parametrize("library", COMPILED)
-@pytest.mark.parametrize("packing, depth", [(INT8, 576), (INT4, 576), (Q4_K, 512), (Q6_K, 512)])
+@pytest.mark.parametrize(
+    "packing, depth",
+    [(INT8, 576), (INT4, 576), (Q4_K, 512), (Q6_K, 512), (INT4_ZEROS, 640), (LUT4, 576)],
+)
 def test_a_row_gives_the_same_bits_alone_and_in_any_company(
     packing: Packing, depth: int, library: str
 ) -> None:
     x, weight = random(1300, depth), random_weight(192, depth, packing)
     with native_library(library):
-        packed = pack_quantized(weight)
+        packed = packed_of(weight)
         together = packed_linear(x, packed)
         for first, end in ((0, 1), (5, 12), (100, 117), (40, 70), (200, 1300)):
             assert torch.equal(packed_linear(x[first:end].contiguous(), packed), together[first:end])
@@ -95,7 +111,7 @@ def test_all_instruction_sets_give_the_same_bits(num_rows: int, packing: Packing
     """Sums of codes are exact, and what follows is the same arithmetic: rows may take any of them."""
     x = random(num_rows, 768, seed=num_rows)
     x[:, 40] *= 100
-    packed = PackedWeight((pack_quantized(random_weight(75, 768, packing)),), 75)
+    packed = packed_of(random_weight(75, 768, packing))
     results = []
     for library in COMPILED:
         with native_library(library):
@@ -108,7 +124,7 @@ def test_all_instruction_sets_give_the_same_bits(num_rows: int, packing: Packing
 @pytest.mark.parametrize("packing", Packing)
 def test_threads_that_share_few_columns_change_no_bit(packing: Packing, library: str) -> None:
     """With more threads than panels the rows are divided too."""
-    x, packed = random(150, 256), pack_quantized(random_weight(32, 256, packing))
+    x, packed = random(150, 256), packed_of(random_weight(32, 256, packing))
     results = []
     with native_library(library):
         for num_threads in (1, 4):
@@ -135,13 +151,28 @@ def test_the_largest_codes_do_not_overflow(library: str) -> None:
 def test_sums_of_the_largest_products_are_exact(packing: Packing, library: str) -> None:
     codes = torch.full((32, 256), (1 << packing.bits) - 1, dtype=torch.uint8)
     ones = torch.ones(32, 256 // packing.depth).half()
-    zero = 0 if packing.bits == 4 else 1 << (packing.bits - 1)
+    zero = 0 if packing.has_minimums else packing.zero
     factors = torch.ones(32, 8, 2, dtype=torch.int8) if packing.has_factors else None
-    weight = QuantizedWeight(packing, codes, ones, ones * -zero, factors)
+    table = torch.arange(240, 256, dtype=torch.uint8) if packing is LUT4 else None
+    weight = QuantizedWeight(packing, codes, ones, ones * -zero, factors, table)
     x = torch.cat([torch.full((1, 256), 127.0), torch.full((1, 256), -127.0)])
     with native_library(library):
-        result = packed_linear(x, pack_quantized(weight))
+        result = packed_linear(x, packed_of(weight))
     assert torch.equal(result, x @ weight.dequantize().T)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packing", Packing)
+def test_inputs_can_have_an_order_of_their_own(packing: Packing, dtype: torch.dtype, library: str) -> None:
+    """A weight with permuted columns and their order gives the bits of permuted activations."""
+    x, weight = random(5, 512, dtype=dtype), random_weight(75, 512, packing)
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(4))
+    ordered = PackedWeight((pack_quantized(weight),), 75, order.int(), weight.table)
+    with native_library(library):
+        result = packed_linear(x, ordered)
+        assert torch.equal(result, packed_linear(x[:, order].contiguous(), packed_of(weight)))
+    assert torch.equal(dequantize_packed(ordered)[:, order], weight.dequantize())
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -165,12 +196,15 @@ def test_zeros_tiny_numbers_and_outliers(library: str) -> None:
     assert (result[2] - loud_part - exact).abs().max() < 0.3  # one scale per row: about 8
 
 
-@pytest.mark.parametrize("packing, depth", [(INT8, 160), (INT4, 160), (Q4_K, 768), (Q6_K, 768)])
+@pytest.mark.parametrize(
+    "packing, depth",
+    [(INT8, 160), (INT4, 160), (Q4_K, 768), (Q6_K, 768), (INT4_ZEROS, 384), (LUT4, 160)],
+)
 def test_packing_loses_nothing(packing: Packing, depth: int) -> None:
     weight = random_weight(96, depth, packing)
     packed = pack_quantized(weight)
     assert tuple(packed.shape) == quantized_shape(96, depth, packing)
-    again = unpack_quantized(packed)
+    again = unpack_quantized(packed, weight.table)
     assert again.packing is packing
     for name in ("codes", "scales", "minimums"):
         assert torch.equal(getattr(again, name), getattr(weight, name)), name
@@ -210,7 +244,16 @@ def test_rows_can_be_joined_and_reordered(packing: Packing) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "kinds",
-    [(INT4, INT8), (INT4, INT4, INT8), (INT8, INT4, None), (None, INT4), (INT4,), (INT8,), (Q4_K, Q6_K)],
+    [
+        (INT4, INT8),
+        (INT4, INT4, INT8),
+        (INT8, INT4, None),
+        (None, INT4),
+        (INT4,),
+        (INT8,),
+        (Q4_K, Q6_K),
+        (INT8, INT4_ZEROS),
+    ],
 )
 @pytest.mark.parametrize("num_rows", [1, 5, 30])
 def test_pieces_and_a_last_panel_that_is_not_full(
@@ -260,6 +303,16 @@ def test_what_cannot_be_quantized_is_said() -> None:
     codes, ones = torch.zeros(4, 256, dtype=torch.uint8), torch.ones(4, 1).half()
     with pytest.raises(ValueError, match=r"factors have shape None, wanted \(4, 8, 2\) int8 for Q4_K"):
         QuantizedWeight(Q4_K, codes, ones, ones)
+    for packing, table, found in ((LUT4, None, "lacks its"), (INT8, torch.arange(16), "has no")):
+        scales = torch.ones(4, 8).half()
+        with pytest.raises(ValueError, match=rf"{packing.name} {found} table"):
+            QuantizedWeight(packing, codes, scales, scales, table=table)
+    panels = pack_quantized(random_weight(32, 64, LUT4))
+    with pytest.raises(ValueError, match="parts in LUT4 lack their table"):
+        PackedWeight((panels,), 32)
+    for order, wrong in ((torch.arange(65), "wanted"), (torch.zeros(64).int(), "no permutation")):
+        with pytest.raises(ValueError, match=f"order is .*{wrong}"):
+            PackedWeight((panels,), 32, order, torch.arange(16, dtype=torch.uint8))
     packed = pack_quantized(quantize_weight(torch.ones(32, 64), INT4))
     for x in (torch.ones(2, 32), torch.ones(2, 64).half(), torch.ones(64, 2).T):
         with pytest.raises(ValueError, match=r"wanted a dense \[T, 64\] of torch.float32 or torch.bfloat16"):

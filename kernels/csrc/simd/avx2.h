@@ -52,6 +52,13 @@ inline void to_bf16(uint16_t* p, Vec v) {
   _mm_storeu_si128((__m128i*)p, words);
 }
 
+inline VecInt load_table(const uint8_t* p) {
+  return (VecInt)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+}
+inline VecInt lookup(VecInt table, VecInt indices) {
+  return (VecInt)_mm256_shuffle_epi8((__m256i)table, (__m256i)indices);
+}
+
 constexpr bool kHasDotProduct = false, kDotProductIsSigned = false;
 VecInt add_products(VecInt sum, VecInt codes, int32_t by);
 inline VecInt products(VecInt codes, int32_t by) {

@@ -44,6 +44,14 @@ inline void to_bf16(uint16_t* p, Vec v) {
 #endif
 }
 
+// 16 bytes; each byte of the indices, below 16, becomes the table's.
+inline VecInt load_table(const uint8_t* p) {
+  return (VecInt)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
+}
+inline VecInt lookup(VecInt table, VecInt indices) {
+  return (VecInt)_mm512_shuffle_epi8((__m512i)table, (__m512i)indices);
+}
+
 #if defined(__AVX512VNNI__)
 constexpr bool kHasDotProduct = true, kDotProductIsSigned = false;
 inline VecInt add_products(VecInt sum, VecInt codes, int32_t by) {

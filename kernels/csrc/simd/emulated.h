@@ -79,6 +79,20 @@ inline void to_bf16(uint16_t* p, Vec v) {
   }
 }
 
+inline VecInt load_table(const uint8_t* p) {
+  VecInt table;
+  for (int i = 0; i < kLanes * 4; i += 16) std::memcpy((char*)&table + i, p, 16);
+  return table;
+}
+inline VecInt lookup(VecInt table, VecInt indices) {
+  uint8_t bytes[kLanes * 4], from[kLanes * 4];
+  std::memcpy(from, &table, sizeof from);
+  std::memcpy(bytes, &indices, sizeof bytes);
+  for (uint8_t& byte : bytes) byte = from[byte & 15];
+  std::memcpy(&table, bytes, sizeof bytes);
+  return table;
+}
+
 constexpr bool kHasDotProduct = true, kDotProductIsSigned = false;
 inline VecInt add_products(VecInt sum, VecInt codes, int32_t by) {
   for (int j = 0; j < 4; ++j) sum += (codes >> 8 * j & 255) * int32_t(int8_t(by >> 8 * j));

@@ -42,6 +42,11 @@ inline void to_bf16(uint16_t* p, Vec v) {
 #endif
 }
 
+inline VecInt load_table(const uint8_t* p) { return (VecInt)vld1q_u8(p); }
+inline VecInt lookup(VecInt table, VecInt indices) {
+  return (VecInt)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)indices);
+}
+
 constexpr bool kHasDotProduct = true, kDotProductIsSigned = true;
 inline VecInt add_products(VecInt sum, VecInt codes, int32_t by) {
   return (VecInt)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(by));

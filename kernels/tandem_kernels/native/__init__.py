@@ -75,6 +75,8 @@ class LinearWeight(ctypes.Structure):
         ("packed", _POINTER),
         ("bias", _POINTER),
         *((name, _INT32) for name in ("columns", "depth", "packing", "first", "stride", "pieces")),
+        ("order", _POINTER),
+        ("table", _POINTER),
     )
 
 
