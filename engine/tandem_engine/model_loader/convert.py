@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.json_file import read_object
 from tandem_core.model.manifest import ModelManifest
 from tandem_kernels import (
     PANEL,
     Packing,
+    QuantizedWeight,
     join_rows,
     pack_quantized,
     pack_weight,
@@ -30,10 +32,11 @@ from tandem_kernels import (
 )
 from torch import Tensor
 
+from tandem_engine.model_loader.checkpoints.source import QuantizedSource
 from tandem_engine.model_loader.files import OnProgress, atomic_write, locked, no_progress
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.model_loader.safetensors_source import SafetensorsSource
-from tandem_engine.model_loader.stored import Grid, Stored, pack, pick_packing
+from tandem_engine.model_loader.stored import Grid, Groups, Stored, byte_table, pack, pick_packing
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.families import Names
 from tandem_engine.models.layout import (
@@ -45,12 +48,14 @@ from tandem_engine.models.layout import (
     piece_name,
     stored_tensors,
 )
+from tandem_engine.models.quantization_config import quantization_of
 
 #: Changes when layout.py does: files of another layout are made again, as those of another spec.
 LAYOUT_VERSION = "4"
 #: Numbers of a weight that are converted at once: their float32 stays in the caches.
 _SPAN = 1 << 20
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_INTEGERS = {torch.uint8: "U8", torch.int32: "I32"}
 
 
 class WeightSource(Protocol):
@@ -138,7 +143,11 @@ def open_source(path: Path) -> WeightSource:
     """A GGUF file, a safetensors file or a folder of them. Raises ModelLoadError."""
     if not path.exists():
         raise ModelLoadError(f"the weights' source {path} is gone; put it back or pull the model again")
-    return GgufSource(path) if path.suffix == ".gguf" else SafetensorsSource(path)
+    if path.suffix == ".gguf":
+        return GgufSource(path)
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    quantization = quantization_of(read_object(config)) if config.is_file() else None
+    return QuantizedSource(path, quantization) if quantization else SafetensorsSource(path)
 
 
 def write_weights(
@@ -158,7 +167,7 @@ def write_weights(
     with atomic_write(path) as file, _one_thread():
         file.write(header)
         for piece in pieces:
-            for rows in _rows_of(piece, source):
+            for rows in [piece.constant] if piece.constant is not None else _rows_of(piece, source):
                 done += file.write(rows.contiguous().view(torch.uint8).numpy().data)
             source.release()
             progress("converting", done, total)
@@ -181,13 +190,17 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Piece(NamedTuple):
-    """One tensor of the file: some parts of a stored tensor that have the same packing."""
+    """One tensor of the file: some parts of a stored tensor that have the same packing, or a constant."""
 
     name: str
     parts: tuple[TensorPart, ...]
     packing: Packing | None
     in_file: FileTensor
-    experts: int
+    experts: int = 0
+    #: Whether quantized parts keep the order of inputs that the source has them in.
+    ordered: bool = False
+    #: The order or the table of a quantized tensor's parts (tandem_kernels.PackedWeight).
+    constant: Tensor | None = None
 
 
 def _all_pieces(config: ModelConfig, source: WeightSource, form: WeightForm) -> list[_Piece]:
@@ -203,16 +216,55 @@ def _pieces(tensor: StoredTensor, form: WeightForm, source: WeightSource, is_qua
     packings = [
         _packing_of(tensor, _grid_of(part, source), form.quantization, is_quantized) for part in tensor.parts
     ]
-    return [
+    constants = _constants(tensor, packings, source)
+    if constants is None or (constants and tensor.experts):
+        packings, constants = [packing and Packing.INT8 for packing in packings], {}
+    pieces = [
         _Piece(
             piece_name(tensor.name, n),
             parts,
             packing,
             tensor.in_file(form, packing, parts),
             tensor.experts,
+            "order" in constants,
         )
         for n, (packing, parts) in enumerate(tensor.by_packing(packings))
     ]
+    if not any(piece.in_file.dtype == torch.uint8 for piece in pieces):
+        return pieces
+    return pieces + [
+        _Piece(f"{tensor.name}.{name}", (), None, FileTensor(tuple(value.shape), value.dtype), constant=value)
+        for name, value in constants.items()
+    ]
+
+
+def _constants(
+    tensor: StoredTensor, packings: Sequence[Packing | None], source: WeightSource
+) -> dict[str, Tensor] | None:
+    """What a quantized product needs beside the parts, by its name in PackedWeight; None: the parts differ in
+    it. They multiply the same activations, in one order."""
+    orders: list[Tensor | None] = []
+    tables: list[Tensor] = []
+    for part, packing in zip(tensor.parts, packings, strict=True):
+        grid = _grid_of(part, source)
+        if packing is None or len(part.shape) < 2:
+            continue
+        if not (grid and packing is pick_packing(grid)):
+            orders.append(None)
+            continue
+        stored = source.stored(part.hf_name, slice(0, 0)) if grid.has_order else None
+        orders.append(stored.order if isinstance(stored, Groups) else None)
+        if packing is Packing.LUT4 and grid.table:
+            tables.append(byte_table(grid.table)[0])
+    for found in (orders, tables):
+        if any(not _is_same(found[0], other) for other in found[1:]):
+            return None
+    constants = {"order": orders[0].int()} if orders and orders[0] is not None else {}
+    return constants | ({"table": tables[0]} if tables else {})
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _grid_of(part: TensorPart, source: WeightSource) -> Grid | None:
@@ -248,8 +300,8 @@ def _rows_of(piece: _Piece, source: WeightSource) -> Iterator[Tensor]:
     for part, span in spans:
         rows: Any
         grid = _grid_of(part, source)
-        if grid and packing is pick_packing(grid):
-            rows = pack(source.stored(part.hf_name, part.in_rows(span)), packing)
+        if grid and packing is pick_packing(grid) and (piece.ordered or not grid.has_order):
+            rows = _packed(source, part.hf_name, part.in_rows(span), packing)
             order = part.order()
             rows = rows if order is None else rows.rows(order)
         else:
@@ -265,6 +317,13 @@ def _rows_of(piece: _Piece, source: WeightSource) -> Iterator[Tensor]:
             yield pack_quantized(join_rows(held)) if packing else pack_weight(torch.cat(held))
             held = []
         count %= rows_of_each
+
+
+def _packed(source: WeightSource, name: str, rows: slice, packing: Packing) -> QuantizedWeight:
+    try:
+        return pack(source.stored(name, rows), packing)
+    except ValueError as error:
+        raise ModelLoadError(f"{name} cannot be packed ({error}); use another file of the model") from error
 
 
 def _spans(part: TensorPart) -> list[slice]:
@@ -300,7 +359,7 @@ def _header(tensors: dict[str, FileTensor], metadata: dict[str, str]) -> tuple[b
     for name, tensor in tensors.items():
         end = offset + torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
         entries[name] = {
-            "dtype": "U8" if tensor.dtype == torch.uint8 else _DTYPES[tensor.dtype],
+            "dtype": (_DTYPES | _INTEGERS)[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }

@@ -73,8 +73,15 @@ def _map_tensors(
                 if stored.is_projection and pieces and pieces[0].dim() > len(stored.shape):
                     *stack, columns, depth = stored.shape
                     with contextlib.suppress(ValueError, IndexError):
-                        kind = PackedExperts if stack else PackedWeight
-                        weight = packed[stored.name] = kind(tuple(pieces), columns)
+                        constants: list[Tensor | None] = [
+                            file.get_tensor(name) if name in names else None
+                            for name in (f"{stored.name}.order", f"{stored.name}.table")
+                        ]
+                        weight = packed[stored.name] = (
+                            PackedExperts(tuple(pieces), columns)
+                            if stack
+                            else PackedWeight(tuple(pieces), columns, *constants)
+                        )
                         if weight.depth == depth and (not stack or len(pieces[0]) == stack[0]):
                             continue
                 elif len(pieces) == 1 and FileTensor(tuple(pieces[0].shape), pieces[0].dtype) == plain:

@@ -40,6 +40,7 @@ from tandem_engine.model_loader.model_file import LLAMA2C_SUFFIXES, check_model_
 from tandem_engine.model_loader.safetensors_files import weight_files
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.families import check_architecture
+from tandem_engine.models.quantization_config import quantization_of
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICENSE*"]
 
@@ -330,6 +331,10 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
         checkpoint, text = path.parent, json.dumps(read_object(path), indent=2)
         # The hub keeps the licence in the model card alone.
         revision, license_id, bits = digest_of(weight_files(weights), report), "unknown", 0
+        if quantization_of(json.loads(text)):
+            from tandem_engine.model_loader.convert import open_source, quantized_bits
+
+            bits = quantized_bits(open_source(weights))
     (fresh / "config.json").write_text(text, encoding="utf-8")
     config = ModelConfig.from_folder(fresh)
     report("reading the tokenizer", 0, 0)

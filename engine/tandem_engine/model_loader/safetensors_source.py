@@ -18,6 +18,7 @@ from tandem_engine.model_loader.stored import Dense, Stored
 class _Header(NamedTuple):
     path: Path
     shape: tuple[int, ...]
+    #: As safetensors names it, such as BF16.
     dtype: str
 
 
@@ -50,15 +51,26 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._headers[name].shape
 
+    def dtype(self, name: str) -> str:
+        return self._headers[name].dtype
+
+    def file(self, name: str) -> Path:
+        return self._headers[name].path
+
     def release(self) -> None:
         """Unmaps the file that was read last."""
         self._opened = None
 
     def get(self, name: str, rows: slice = slice(None)) -> Tensor:
         path = self._headers[name].path
-        if self._opened is None or self._opened[0] != path:
-            self._opened = path, safe_open(path, framework="pt")
-        tensor: Tensor = self._opened[1].get_tensor(name)
+        try:
+            if self._opened is None or self._opened[0] != path:
+                self._opened = path, safe_open(path, framework="pt")
+            tensor: Tensor = self._opened[1].get_tensor(name)
+        except (SafetensorError, OSError, AttributeError) as error:
+            raise ModelLoadError(f"{path}: {name} cannot be read ({error}); download it again") from error
+        if not tensor.ndim:
+            return tensor
         return (tensor.flatten(0, 1) if tensor.ndim == 3 else tensor)[rows]
 
     def grid(self, name: str) -> None:

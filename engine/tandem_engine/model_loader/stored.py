@@ -12,6 +12,7 @@ numbers as they are where there is one, and `pack` converts some rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -65,19 +66,26 @@ class Grid:
     bits: int
     #: Neighbours of a row that share a scale.
     group: int = GROUP_SIZE
-    #: The minimum is a whole number of scales.
+    #: Groups.zeros are given, not minimums.
     has_zeros: bool = False
     #: Groups.factors are given.
     has_factors: bool = False
+    #: Groups.order is given.
+    has_order: bool = False
+    #: Lut.table.
+    table: tuple[float, ...] | None = None
 
 
 def pick_packing(grid: Grid) -> Packing:
     """The packing that holds the grid, or else 8 bits, whose error is the least."""
-    if grid.form is Groups:
-        if grid.has_factors:
-            return Packing.Q4_K if grid.bits == 4 else Packing.Q6_K
-        if grid.bits <= 4 and grid.group % GROUP_SIZE == 0:
-            return Packing.INT4
+    if grid.form is Groups and grid.has_factors:
+        return Packing.Q4_K if grid.bits == 4 else Packing.Q6_K
+    if grid.group % GROUP_SIZE == 0:
+        if grid.form is Lut:
+            return Packing.LUT4
+        if grid.form is Groups and grid.bits <= 4:
+            in_blocks = grid.has_zeros and grid.group % Packing.INT4_ZEROS.depth == 0
+            return Packing.INT4_ZEROS if in_blocks else Packing.INT4
     return Packing.INT8
 
 
@@ -96,7 +104,7 @@ def values_of(stored: Stored) -> Tensor:
         return stored.values
     scales = _spread(stored.scales.float(), stored.codes)
     if isinstance(stored, Lut):
-        return stored.table[stored.codes.long()] * scales
+        return stored.table[stored.codes.int()] * scales
     codes = stored.codes.float()
     if stored.zeros is not None:
         codes -= _spread(stored.zeros.float(), codes)
@@ -109,29 +117,64 @@ def values_of(stored: Stored) -> Tensor:
 
 
 def pack(stored: Stored, packing: Packing) -> QuantizedWeight:
-    """Rows in the packing that was picked for their grid. Raises ValueError: scales exceed float16."""
-    if isinstance(stored, Groups) and (packed := _pack_groups(stored, packing)):
-        return packed
-    return quantize_weight(values_of(stored), packing)
+    """Rows in the packing that was picked for their grid; scales are rounded to float16.
+
+    Raises:
+        ValueError: a scale exceeds float16.
+    """
+    packed = None
+    if isinstance(stored, Groups):
+        packed = _pack_groups(stored, packing)
+    elif isinstance(stored, Lut) and packing is Packing.LUT4:
+        table, unit = byte_table(tuple(stored.table.tolist()))
+        scales = _repeated((stored.scales.float() / unit).half(), stored.codes, GROUP_SIZE)
+        packed = QuantizedWeight(packing, stored.codes, scales, scales * -packing.zero, table=table)
+    if packed is None:
+        return quantize_weight(values_of(stored), packing)
+    if not packed.scales.isfinite().all():
+        raise ValueError("scales exceed the range of float16")
+    return packed
+
+
+@lru_cache
+def byte_table(table: tuple[float, ...]) -> tuple[Tensor, float]:
+    """[16] uint8 and a unit: (bytes - 128) / unit is the table.
+
+    It is exact where a power of two makes whole numbers of it, else has the least squared error.
+    """
+    values = torch.tensor(table, dtype=torch.float64)
+    top = float(values.abs().max()) or 1.0
+    exact = [2.0**n for n in range(-8, 8) if top * 2.0**n <= 127]
+    fine = [steps / top for steps in torch.linspace(96, 127, 3101, dtype=torch.float64).tolist()]
+
+    def error(unit: float) -> float:
+        return float((values - (values * unit).round() / unit).square().sum())
+
+    unit = next((unit for unit in exact if error(unit) == 0), None) or min(fine, key=error)
+    return ((values * unit).round() + 128).to(torch.uint8), unit
 
 
 def _pack_groups(stored: Groups, packing: Packing) -> QuantizedWeight | None:
     """None: the packing does not have these groups."""
-    blocks = stored.codes.shape[1] // packing.depth
-    if blocks % stored.scales.shape[1]:
+    codes, minimums = stored.codes, stored.minimums
+    if codes.shape[1] % packing.depth or (codes.shape[1] // packing.depth) % stored.scales.shape[1]:
         return None
-    scales, minimums = stored.scales.half(), stored.minimums
-    if minimums is None:
-        zeros = 0 if stored.zeros is None else stored.zeros.float()
-        minimums = -zeros * stored.scales.float()
-    repeats = blocks // stored.scales.shape[1]
-    return QuantizedWeight(
-        packing,
-        stored.codes,
-        scales.repeat_interleave(repeats, 1),
-        minimums.half().repeat_interleave(repeats, 1),
-        stored.factors,
-    )
+    scales = stored.scales.float()
+    zeros = torch.zeros_like(scales) if stored.zeros is None else stored.zeros.float()
+    if minimums is None and packing is Packing.INT8:
+        shifted = codes.float() - _spread(zeros, codes) + packing.zero
+        if shifted.amin() < 0 or shifted.amax() > 255:
+            return None
+        codes, minimums = shifted.to(torch.uint8), scales * -packing.zero
+    elif minimums is None:
+        minimums = -zeros if packing is Packing.INT4_ZEROS else -zeros * scales
+    scales, minimums = (_repeated(part.half(), codes, packing.depth) for part in (stored.scales, minimums))
+    return QuantizedWeight(packing, codes, scales, minimums, stored.factors)
+
+
+def _repeated(values: Tensor, codes: Tensor, depth: int) -> Tensor:
+    """[R, K / group] -> [R, K / depth]."""
+    return values.repeat_interleave(codes.shape[1] // depth // values.shape[1], 1)
 
 
 def _spread(values: Tensor, like: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from tandem_core.model.json_file import read_object
 from tandem_core.model.spec import ModelSpec
 
 from tandem_engine.models.families import FAMILIES, Names, check_architecture
+from tandem_engine.models.quantization_config import quantization_of
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,7 @@ class ModelConfig:
         text = raw.get("text_config")
         nested = text.get("model_type") if isinstance(text, Mapping) else None
         model_type = check_architecture(nested or raw.get("model_type"), "config.json")
-        if "quantization_config" in raw:
-            raise ModelLoadError(
-                "quantized safetensors are not supported; use the unquantized model or a GGUF"
-            )
+        quantization_of(raw)
         try:
             return cls(model_type, *FAMILIES[model_type].parse(raw))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
