@@ -176,11 +176,11 @@ void sort(const TandemMoe& m, const Work& work, int64_t rows, DType dtype) {
     const int count = next[e + 1];
     next[e] = begin;
     if (count == 0) continue;
-    const Activations x = {work.rows_in + begin * hidden * element, dtype, count, in};
-    const Activations inner = {work.product + int64_t(begin) * m.down->depth * element, dtype, count, product};
-    work.up[used] = {m.gate_up + e * m.gate_up->pieces, x, count,
-                     work.gate_up + int64_t(begin) * m.gate_up->stride * element};
-    work.down[used] = {m.down + e * m.down->pieces, inner, count, work.partial + begin * hidden};
+    const TandemLinear *up = m.gate_up + e * m.gate_up->pieces, *down = m.down + e * m.down->pieces;
+    const Activations x = {work.rows_in + begin * hidden * element, dtype, count, in, up->order};
+    const Activations inner = {work.product + int64_t(begin) * down->depth * element, dtype, count, product, down->order};
+    work.up[used] = {up, x, count, work.gate_up + int64_t(begin) * m.gate_up->stride * element};
+    work.down[used] = {down, inner, count, work.partial + begin * hidden};
     in += (quantized_bytes(count, m.gate_up->depth) + 63) / 64 * 64;
     product += (quantized_bytes(count, m.down->depth) + 63) / 64 * 64;
     std::fill_n(work.group_of + begin, count, used);
@@ -247,7 +247,7 @@ void moe_in_team(Team& team, const TandemMoe& m, const Activations& x, int64_t r
 
   if (m.shared_gate_up) {
     linear_in_team(team, m.shared_gate_up, x, rows, work.shared_gate_up, dtype);
-    const Activations inner = {work.shared_product, dtype, rows, work.shared_quantized};
+    const Activations inner = {work.shared_product, dtype, rows, work.shared_quantized, m.shared_down->order};
     team.share(rows, [&](int64_t r) {
       activate_row(work.shared_gate_up, dtype, m.act, inner, r, m.shared_down->depth, is_quantized(m.shared_down));
     });

@@ -55,7 +55,11 @@ def test_windows_without_layer_types_start_at_max_window_layers() -> None:
     [
         ({"model_type": "mamba9"}, "'mamba9' is not supported; use one of"),
         ({"hidden_act": "quick_gelu"}, "'quick_gelu'"),
-        ({"quantization_config": {"bits": 4}}, "use the unquantized model or a GGUF"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            "'hqq', which cannot be read; use the model's files",
+        ),
+        ({"quantization_config": 4}, "quantization_config is '4', not an object"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"num_key_value_heads": 3}, "does not divide"),

@@ -192,7 +192,9 @@ def test_tables_keep_whole_numbers_and_round_others_to_bytes() -> None:
         pack(Lut(torch.zeros(1, 32).byte(), torch.ones(16), torch.full((1, 1), 1e6)), Packing.LUT4)
 
 
-def test_pull_reads_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_reads_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
     checkpoint = tmp_path / "quantized"
     write_quantized(checkpoint, CONFIG, weights(), FORMATS["awq"])
@@ -200,7 +202,11 @@ def test_pull_reads_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (checkpoint / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     folder = pull(str(checkpoint))
     assert ModelManifest.read(folder).weight_bits == 4
+    caplog.set_level("INFO", logger="tandem_engine")
     assert logits_of(folder).isfinite().all()
+    assert "14 weights of AWQ 4 bits/64 dequantized to float32" in caplog.text
+    ensure_weights(folder, torch.float32, packed=True, quantization=Quantization.W4A8)
+    assert "14 weights of AWQ 4 bits/64 kept as INT4" in caplog.text
 
 
 def change_config(**changes: Any) -> Callable[[Path], None]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +38,15 @@ from tandem_engine.model_loader.checkpoints.source import QuantizedSource
 from tandem_engine.model_loader.files import OnProgress, atomic_write, locked, no_progress
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.model_loader.safetensors_source import SafetensorsSource
-from tandem_engine.model_loader.stored import Grid, Groups, Stored, byte_table, pack, pick_packing
+from tandem_engine.model_loader.stored import (
+    Grid,
+    Groups,
+    Stored,
+    byte_table,
+    keeps_codes,
+    pack,
+    pick_packing,
+)
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.families import Names
 from tandem_engine.models.layout import (
@@ -49,6 +59,8 @@ from tandem_engine.models.layout import (
     stored_tensors,
 )
 from tandem_engine.models.quantization_config import quantization_of
+
+log = logging.getLogger(__name__)
 
 #: Changes when layout.py does: files of another layout are made again, as those of another spec.
 LAYOUT_VERSION = "4"
@@ -163,6 +175,7 @@ def write_weights(
     header, total = _header(
         {p.name: p.in_file for p in pieces}, _metadata(config, revision, form) | {"formats": _listed(source)}
     )
+    _log_packings(path, pieces, source)
     done = 0
     with atomic_write(path) as file, _one_thread():
         file.write(header)
@@ -171,6 +184,21 @@ def write_weights(
                 done += file.write(rows.contiguous().view(torch.uint8).numpy().data)
             source.release()
             progress("converting", done, total)
+
+
+def _log_packings(path: Path, pieces: list[_Piece], source: WeightSource) -> None:
+    """One line: what becomes of each format."""
+    done: Counter[str] = Counter()
+    for piece in pieces:
+        for grid in filter(None, (source.grid(part.hf_name) for part in piece.parts)):
+            if piece.in_file.dtype != torch.uint8 or piece.packing is None:
+                becomes = f"dequantized to {str(piece.in_file.dtype).removeprefix('torch.')}"
+            else:
+                is_kept = piece.packing is pick_packing(grid) and keeps_codes(grid)
+                becomes = f"{'kept as' if is_kept else 'rounded to'} {piece.packing.name}"
+            done[f"{grid.name} {becomes}"] += 1
+    if done:
+        log.info("%s: %s", path, ", ".join(f"{count} weights of {what}" for what, count in done.items()))
 
 
 def file_tensors(config: ModelConfig, source: WeightSource, form: WeightForm) -> dict[str, FileTensor]:

@@ -334,7 +334,7 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
         if quantization_of(json.loads(text)):
             from tandem_engine.model_loader.convert import open_source, quantized_bits
 
-            bits = quantized_bits(open_source(weights))
+            bits = quantized_bits(ModelConfig.from_hf(json.loads(text)), open_source(weights))
     (fresh / "config.json").write_text(text, encoding="utf-8")
     config = ModelConfig.from_folder(fresh)
     report("reading the tokenizer", 0, 0)

@@ -12,7 +12,6 @@ numbers as they are where there is one, and `pack` converts some rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -89,6 +88,11 @@ def pick_packing(grid: Grid) -> Packing:
     return Packing.INT8
 
 
+def keeps_codes(grid: Grid) -> bool:
+    """Whether the packing picked has the grid's codes, so that at most scales are rounded, to float16."""
+    return grid.form is not Dense and grid.group % GROUP_SIZE == 0
+
+
 def numbers_of(stored: Stored) -> list[Tensor]:
     """All but the codes: what must be finite."""
     if isinstance(stored, Dense):
@@ -136,7 +140,6 @@ def pack(stored: Stored, packing: Packing) -> QuantizedWeight:
     return packed
 
 
-@lru_cache
 def byte_table(table: tuple[float, ...]) -> tuple[Tensor, float]:
     """[16] uint8 and a unit: (bytes - 128) / unit is the table.
 
@@ -144,13 +147,11 @@ def byte_table(table: tuple[float, ...]) -> tuple[Tensor, float]:
     """
     values = torch.tensor(table, dtype=torch.float64)
     top = float(values.abs().max()) or 1.0
-    exact = [2.0**n for n in range(-8, 8) if top * 2.0**n <= 127]
-    fine = [steps / top for steps in torch.linspace(96, 127, 3101, dtype=torch.float64).tolist()]
-
-    def error(unit: float) -> float:
-        return float((values - (values * unit).round() / unit).square().sum())
-
-    unit = next((unit for unit in exact if error(unit) == 0), None) or min(fine, key=error)
+    powers = torch.arange(-8, 8, dtype=torch.float64).exp2()
+    others = torch.linspace(96, 127, 3101, dtype=torch.float64) / top
+    units = torch.cat([powers[powers * top <= 127], others]).unsqueeze(1)
+    errors = ((values * units).round() / units - values).square().sum(1)
+    unit = units[errors.argmin()].item()
     return ((values * unit).round() + 128).to(torch.uint8), unit
 
 
