@@ -72,7 +72,7 @@ def model_folder(checkpoint: Path) -> Path:
         name="tiny", revision="ab" * 32, source="test", license="unknown", architecture="llama",
         max_model_len=256, vocab_size=105, eos_token_ids=(2,), bos_token="", eos_token="</s>",
         chat_template="", tokenizer_hash="", add_bos=False, weights=str(checkpoint),
-        weight_bits=quantized_bits(open_source(checkpoint)) if "quant" in checkpoint.name else 0,
+        weight_bits=quantized_bits(ModelConfig.from_folder(folder), open_source(checkpoint)),
     ).write(folder)  # fmt: skip
     return folder
 
@@ -100,7 +100,7 @@ def test_a_checkpoint_gives_the_numbers_of_its_format(name: str, tmp_path: Path)
                 packed = torch.empty_like(packed).index_copy_(1, stored.order, packed)
             error = (packed - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
             assert error <= ADDED.get(name, 0), (name, tensor)
-    assert quantized_bits(source) == (8 if name in BITS_8 else 4)
+    assert quantized_bits(ModelConfig.from_hf(CONFIG), source) == (8 if name in BITS_8 else 4)
 
 
 @compiled
@@ -140,7 +140,7 @@ def test_parts_with_different_orders_of_inputs_go_to_8_bits(tmp_path: Path) -> N
     folder = model_folder(tmp_path / "quantized")
     file = tmp_path / "quantized/model.safetensors"
     same = load_file(ensure_weights(folder, torch.float32, packed=True, quantization=Quantization.W4A8))
-    assert same["layers.0.qkv_proj.weight.order"].dtype == torch.int32
+    assert same["sublayers.0.0.qkv_proj.weight.order"].dtype == torch.int32
     tensors = load_file(file)
     name = f"{Q_PROJ}.g_idx"
     tensors[name] = tensors[name].flip(0).contiguous()
@@ -151,7 +151,7 @@ def test_parts_with_different_orders_of_inputs_go_to_8_bits(tmp_path: Path) -> N
     ours = logits_of(folder, Quantization.W4A8)
     assert (ours - wanted).square().mean() < 2e-3 * wanted.square().mean()
     mixed = load_file(folder / "model-float32-w4a8.safetensors")
-    assert "layers.0.qkv_proj.weight.order" not in mixed and "layers.0.o_proj.weight.order" in mixed
+    assert "sublayers.0.0.qkv_proj.weight.order" not in mixed and "sublayers.0.0.o_proj.weight.order" in mixed
 
 
 def test_blocks_that_cover_the_ends_of_rows(tmp_path: Path) -> None:

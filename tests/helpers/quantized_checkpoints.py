@@ -215,7 +215,10 @@ def nvfp4_packed(module: str, weight: Tensor) -> tuple[Tensors, Tensor]:
 def nf4(module: str, weight: Tensor, *, nested: bool = True, block: int = 64) -> tuple[Tensors, Tensor]:
     blocks = torch.nn.functional.pad(weight.float().flatten(), (0, -weight.numel() % block)).view(-1, block)
     absmax = blocks.abs().amax(1)
-    name, state = f"{module}.weight", {"quant_type": "nf4", "blocksize": block, "shape": list(weight.shape)}
+    name, state = (
+        f"{module}.weight",
+        {"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": list(weight.shape)},
+    )
     tensors = {f"{name}.quant_map": NF4.clone()}
     if nested:
         offset = float(absmax.mean())

@@ -190,7 +190,7 @@ def _log_packings(path: Path, pieces: list[_Piece], source: WeightSource) -> Non
     """One line: what becomes of each format."""
     done: Counter[str] = Counter()
     for piece in pieces:
-        for grid in filter(None, (source.grid(part.hf_name) for part in piece.parts)):
+        for grid in filter(None, (_grid_of(part, source) for part in piece.parts)):
             if piece.in_file.dtype != torch.uint8 or piece.packing is None:
                 becomes = f"dequantized to {str(piece.in_file.dtype).removeprefix('torch.')}"
             else:
