@@ -166,7 +166,7 @@ def test_blocks_that_cover_the_ends_of_rows(tmp_path: Path) -> None:
         torch.testing.assert_close(source.get("model.x_proj.weight", rows), values[rows])
 
 
-def test_experts_of_gpt_oss_become_rows(tmp_path: Path) -> None:
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     codes, exponents, values = mxfp4_groups(
         torch.randn(3 * 64, 96, generator=torch.Generator().manual_seed(1))
     )
@@ -179,7 +179,7 @@ def test_experts_of_gpt_oss_become_rows(tmp_path: Path) -> None:
     config = CONFIG | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     source = open_source(tmp_path)
-    assert source.names() == {name} and source.shape(name) == (192, 96)
+    assert source.names() == {name} and source.shape(name) == (3, 64, 96)
     assert torch.equal(source.get(name, slice(60, 130)), values[60:130])
     assert torch.equal(pack(source.stored(name), Packing.LUT4).dequantize(), values)
 

@@ -23,7 +23,7 @@ from tandem_kernels import (
 
 LIBRARIES = ["off", *COMPILED]
 DTYPES = [torch.float32, torch.bfloat16]
-INT8, _, Q4_K, Q6_K = Packing
+INT8, _, Q4_K, Q6_K, *_ = Packing
 SOFTMAX, SIGMOID, TOP_SOFTMAX = RouterScore
 ROUTINGS = {
     "qwen3": Routing(SOFTMAX, 3, renorm=True),

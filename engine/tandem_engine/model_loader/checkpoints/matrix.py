@@ -30,13 +30,13 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A quantized weight [N, K]."""
+    """A quantized weight [N, K], or [E, N, K], of experts."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     grid: Grid
     #: The tensors that it is made of, and further ones of its module that are not needed.
     tensors: tuple[str, ...]
-    #: Its rows first .. end - 1, as the grid says.
+    #: Its rows first .. end - 1, those of all experts counted together, as the grid says.
     read: Callable[[int, int], Stored]
 
 

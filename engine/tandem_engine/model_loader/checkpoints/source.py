@@ -70,7 +70,7 @@ class QuantizedSource:
 
     def stored(self, name: str, rows: slice = slice(None)) -> Stored:
         matrix = self._matrices[name]
-        first, end, _ = rows.indices(matrix.shape[0])
+        first, end, _ = rows.indices(prod(matrix.shape[:-1]))
         found = matrix.read(first, end)
         if not all(numbers.isfinite().all() for numbers in numbers_of(found)):
             file = self._tensors.file(matrix.tensors[0])
