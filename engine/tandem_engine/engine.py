@@ -260,7 +260,7 @@ class Engine:
         self._draft()
         self._work_done += 1
         drafted = time.perf_counter()
-        batch = self.scheduler.schedule(self._max_prompt_tokens(), self._score_weight())
+        batch = self.scheduler.schedule(self._max_prompt_tokens(), self._score_weight(), now=time.monotonic())
         if batch is None:
             return []
         self._under_way = frozenset([s.request.request_id for s in batch.sequences])

@@ -63,7 +63,8 @@ class Request:
     guide: GuideState | None = None
     #: Collects the prompt's log probabilities; None: they are not wanted, or are delivered.
     prompt_scores: PromptScores | None = None
-    #: When its first token should be there, in monotonic seconds; the scheduler serves the earliest first.
+    #: When its first token should be there, in monotonic seconds; the scheduler serves the earliest first. It
+    #: moves when the scheduler puts off a late answer.
     due: float = math.inf
     #: Objective in seconds per output token; 0: none. Prompts in the same steps are cut to keep it.
     token_s: float = 0.0
@@ -169,6 +170,13 @@ class Request:
         # One that should have ended takes a quarter more, as the gateway expects.
         expected = max(self.num_expected or most, num_tokens + max(num_tokens // 4, 1))
         return min(limit, (self.ends_by - now) / max(min(expected, most) - num_tokens, 1))
+
+    @property
+    def late_at(self) -> float:
+        """From when on its answer can meet no objective any more, in monotonic seconds; inf: never."""
+        if self.ends_by < math.inf:
+            return max(self.due, self.ends_by)
+        return math.inf if self.token_s else self.due
 
     @property
     def num_matchable_tokens(self) -> int:

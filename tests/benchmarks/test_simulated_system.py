@@ -155,3 +155,29 @@ def test_a_refused_request_is_run_again_as_if_it_had_been_admitted(folder: Path)
     assert not any(record.is_refused for record in again.records)
     assert {record.status for record in again.records} <= {"OK", MADE_OTHERS_LATE}
     assert {record.tenant for record in ours.records} <= set(TENANTS)
+
+
+def test_answers_that_do_not_end_delay_neither_requests_beside_them_nor_after_them(folder: Path) -> None:
+    """More answers than the batch has places, each expected to end in time, generate 1,500 tokens."""
+    options = replace(OPTIONS, ignore_eos=False)
+    fast = PodSpec(
+        prefill=StepCost(per_step=0.005, per_token=0.0003), decode=StepCost(per_step=0.006, per_token=0.001)
+    )
+    system = SimulatedSystem(Tokenizer(folder), spec=fast)
+
+    async def send(slo_class: str, count: int, max_tokens: int, schedule: OpenLoop | ClosedLoop):
+        sent = requests(count, slo_class, max_tokens)
+        return await run_load(system.transport(options), sent, schedule, timeout_s=600.0)
+
+    async def all_of() -> tuple[list[RequestRecord], ...]:
+        long = asyncio.ensure_future(send("standard", 24, 1500, ClosedLoop(24)))
+        await asyncio.sleep(10.0)
+        beside = await send("chat", 10, 16, OpenLoop(1.0, 1))
+        assert not long.done()
+        return await long, beside, await send("chat", 16, 16, OpenLoop(4.0, 0))
+
+    with system.started():
+        long, beside, after = system.run(all_of())
+    assert all(record.is_ok for record in long)
+    assert [record.is_met() for record in beside] == [True] * 10
+    assert [record.is_met() for record in after] == [True] * 16

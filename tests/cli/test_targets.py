@@ -25,9 +25,13 @@ Register = Callable[..., FleetRecord]
 @pytest.fixture(scope="module")
 def supervisor() -> Iterator[int]:
     """Pid of a process whose command line is one of `tandem up`."""
+    program = "import sys; print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()", "up"], stdin=subprocess.PIPE
+        [sys.executable, "-c", program, "up"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
+        assert process.stdout is not None
+        # Popen returns when exec has closed the descriptors, shortly before the kernel shows the command line.
+        process.stdout.readline()
         yield process.pid
 
 

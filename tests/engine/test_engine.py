@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,36 @@ def test_all_requests_of_a_step_are_under_way_while_the_model_computes(
     run(llm, request("a", 20, GREEDY), request("b", 21, SAMPLED))
     assert under_way[0] == ["a", "b"]
     assert not llm.engine.is_under_way("a")
+
+
+def test_late_answers_that_give_way_get_the_tokens_that_they_get_alone(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps take half a second of a false clock; requests in time find all places taken by late answers."""
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    llm = LLM(tiny_model, **SIZES | {"max_batch": 2})
+    late = [request(f"late {length}", length, SAMPLED) for length in (20, 30, 40)]
+    in_time = [request(f"in time {length}", length, GREEDY) for length in (25, 35, 45)]
+    expected = {}
+    for one in (*late, *in_time):
+        alone = request(one.request_id, one.num_prompt_tokens, {})
+        alone.sampling = one.sampling = replace(one.sampling, max_tokens=40 if one in late else 5)
+        run(llm, alone)
+        expected[one.request_id] = alone.output_token_ids
+    for one in late:
+        one.due = now - 100
+        llm.engine.add(one)
+    ended: list[str] = []
+    for number in range(1000):
+        if number in (4, 6, 12):
+            one = in_time[(4, 6, 12).index(number)]
+            one.due = now + 2.5
+            llm.engine.add(one)
+        ended += [output.request.request_id for output in llm.engine.step() if output.finished]
+        now += 0.5
+        if not llm.engine.has_work():
+            break
+    assert [name for name in ended if name.startswith("in time")] == ended[:3]
+    assert {one.request_id: one.output_token_ids for one in (*late, *in_time)} == expected
+    assert all(one.num_preemptions == 0 for one in late), "their KV stayed"

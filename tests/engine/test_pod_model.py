@@ -67,7 +67,7 @@ def scheduled(jobs: Sequence[Job]) -> list[Times]:
             now = max(now, coming[0][0].ready_s)
         while coming and coming[0][0].ready_s <= now:
             scheduler.add(coming.pop(0)[1])
-        batch = scheduler.schedule()
+        batch = scheduler.schedule(now=now)
         assert batch is not None
         now += step_seconds(batch)
         for update in scheduler.update(batch, [Emitted() for s in batch.sequences if s.samples]):

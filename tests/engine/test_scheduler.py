@@ -435,7 +435,7 @@ class TestPreemption:
 
 
 class TestDeadlines:
-    """The earliest first token first; the order of two requests never changes."""
+    """The earliest first token first."""
 
     def test_the_batch_takes_the_earliest_and_then_the_oldest(self):
         scheduler = make(max_batch=1)
@@ -534,6 +534,79 @@ class TestDeadlines:
         step(scheduler)
         assert scheduler.reserve(make_request("urgent", 12, max_tokens=1, due=1.0)) is not None
         assert later.num_preemptions == 1
+
+
+class TestLateAnswers:
+    """Answers without an objective that they can still meet give way to requests in time."""
+
+    @staticmethod
+    def run(scheduler: Scheduler, now: float) -> list[str]:
+        """The ids of a step's sequences."""
+        batch = scheduler.schedule(now=now)
+        assert batch is not None
+        scheduler.update(batch, [plain(7) for s in batch.sequences if s.samples])
+        assert scheduler.check() == []
+        return [s.request.request_id for s in batch.sequences]
+
+    @pytest.mark.parametrize(
+        ("objectives", "late_at"),
+        [({}, 1.0), ({"ends_by": 5.0}, 5.0), ({"ends_by": 5.0, "token_s": 0.1}, 5.0)],
+        ids=["first token", "end", "end and tokens"],
+    )
+    def test_an_answer_gives_way_when_its_last_objective_is_missed(self, objectives, late_at):
+        scheduler = make(max_batch=1)
+        answer = make_request("answer", 4, max_tokens=50, due=1.0)
+        for name, value in objectives.items():
+            setattr(answer, name, value)
+        scheduler.add(answer)
+        assert self.run(scheduler, 0.0) == ["answer"]
+        scheduler.add(make_request("waits", 4, max_tokens=2, due=20.0))
+        assert self.run(scheduler, late_at + 0.5) == ["answer"], "one that is nearly in time may end"
+        assert self.run(scheduler, late_at + 1.0) == ["waits"]
+        assert (answer.status, answer.num_preemptions) == (RequestStatus.WAITING, 0)
+        assert self.run(scheduler, late_at + 1.1) == ["waits"]
+        assert self.run(scheduler, late_at + 1.2) == ["answer"], "it goes on where it was"
+
+    def test_tokens_that_come_in_time_give_no_way(self):
+        scheduler = make(max_batch=1)
+        answer = make_request("answer", 4, max_tokens=50, due=1.0)
+        answer.token_s = 0.5
+        scheduler.add(answer)
+        self.run(scheduler, 0.0)
+        scheduler.add(make_request("waits", 4, max_tokens=2, due=20.0))
+        assert self.run(scheduler, 10.0) == ["answer"]
+
+    def test_a_late_first_token_still_comes_first(self):
+        scheduler = make(max_batch=1)
+        scheduler.add(make_request("late", 4, max_tokens=2, due=1.0))
+        scheduler.add(make_request("in time", 4, max_tokens=2, due=20.0))
+        assert self.run(scheduler, 10.0) == ["late"]
+
+    def test_late_answers_take_turns_beside_requests_in_time(self):
+        """20 late answers, and more than two minutes in which requests in time need most of the batch."""
+        scheduler = make(num_blocks=1000, max_batch=4, max_model_len=2000)
+        late = [make_request(f"late {n}", 4, max_tokens=1900, due=0.0) for n in range(20)]
+        for request in late:
+            scheduler.add(request)
+        for tenth in range(60):
+            self.run(scheduler, tenth / 10)
+        last_ran = dict.fromkeys([r.request_id for r in late], 6.0)
+        longest_s, num_joins, before = 0.0, 0, set[str]()
+        for tenth in range(60, 1460):
+            now = tenth / 10
+            if tenth % 11 == 0:
+                for name in ("a", "b"):
+                    request = make_request(f"{name} {tenth}", 4, max_tokens=20, due=now + 2.5)
+                    scheduler.add(request)
+            ran = set(self.run(scheduler, now)) & last_ran.keys()
+            num_joins += len(ran - before)
+            longest_s = max([longest_s, *(now - last_ran[name] for name in ran)])
+            last_ran |= dict.fromkeys(ran, now)
+            before = ran
+        assert longest_s < 82, "without a token: a minute, and a second for each of the others"
+        assert min(len(request.output_token_ids) for request in late) >= 10, "a turn has ten steps"
+        assert num_joins < 140, "they join and leave less than once a second"
+        assert not any(request.num_preemptions for request in late), "and keep their KV"
 
 
 class TestAbort:

@@ -160,6 +160,8 @@ class Simulation:
         self.transfers: list[Transfer] = []
         self.all: list[Request] = []
         self.num_drafted_tokens = 0
+        #: Moves on by a second per step, so that answers become late.
+        self.now = 0.0
 
     def new_request(self) -> None:
         rng = self.rng
@@ -176,7 +178,7 @@ class Simulation:
         )
         salt = rng.choice([b"", b"", b"other"])
         # Some are due long before those that came earlier, some never.
-        due = len(self.all) + rng.choice([0.0, 3.0, 60.0, math.inf])
+        due = self.now + rng.choice([0.0, 3.0, 60.0, math.inf])
         request = Request(str(len(self.all)), prompt, sampling, salt, frozenset({EOS}), due=due)
         self.all.append(request)
         self.live.append(request)
@@ -248,7 +250,8 @@ class Simulation:
         for request in self.live:
             if request.is_decoding and self.rng.random() < 0.7:
                 request.draft = self.random_draft(request)
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(now=self.now)
+        self.now += 1.0
         self.audit()
         self.disturb(abort_rate)
         self.audit()

@@ -156,8 +156,11 @@ class Scheduler:
 
     # -- a step ---------------------------------------------------------------------------------------
 
-    def schedule(self, max_prompt_tokens: int | None = None, score_weight: float = 1.0) -> Batch | None:
+    def schedule(
+        self, max_prompt_tokens: int | None = None, score_weight: float = 1.0, *, now: float = -math.inf
+    ) -> Batch | None:
         """The next step's work; None when nothing can run (idle, or all wait for KV or its blocks).
+        `now`: monotonic seconds, by which answers are late.
 
         While a sequence decodes, all prompts together get at most `max_prompt_tokens`, and at most the
         `enough_prompt_tokens` of the configuration. A token of a prompt with log probabilities counts as
@@ -167,7 +170,7 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise InvariantError("the last batch has not come back through update()")
-        self._queues.admit()
+        self._queues.admit(now)
         able = [r for r in self._queues.secure_next_tokens() if not r.waits_for_guide]
         decoding = [r for r in able if r.is_decoding]
         prefilling = [r for r in able if not r.is_decoding]

@@ -9,17 +9,27 @@ The order everywhere is earliest deadline first (`Request.due`), then arrival. T
 those that hold blocks: with a full batch, a later one that runs is paused and keeps its KV. Only for a
 request that is due much earlier are blocks taken away, because that KV must be computed again.
 
-No starvation or deadlock: the order of two requests never changes, and a deadline lies at most a bounded time
-behind the arrival. So every request becomes the first, which may preempt all others that hold blocks, except
+Late answers give way. An answer without an objective that it can still meet (`Request.late_at`) is put off:
+its deadline moves a minute ahead, so it runs while no request in time needs its place. When the new deadline
+comes, it is the first of those that wait, and has a turn of at least a second before it is put off again.
+Those that become late together are put off by different parts of the minute, and all these deadlines are at
+least a second apart. So few late answers at a time compete with requests in time, and n of them have a turn
+every max(60, n) seconds.
+
+No starvation or deadlock: a deadline lies at most a bounded time behind the arrival, or behind the last turn
+of a late answer. So every request becomes the first, which may preempt all others that hold blocks, except
 the reserved ones, whose transfers end by themselves. A waiting head that lacks blocks stops reservations for
 later ones; of these only requests that already hold blocks may pass it.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
+
+from tandem_core.contracts import DEFAULT_DUE_S
 
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.request import Request, RequestStatus
@@ -27,6 +37,11 @@ from tandem_engine.scheduler.config import PromptWork, RequestCounts, SchedulerC
 
 #: A request's blocks are taken for a waiting one whose deadline is this much earlier.
 _MUCH_EARLIER_S = 10.0
+#: Least seconds that a late answer runs at its turn, and between two deadlines of late answers. An answer
+#: that ends within this time after its objective is not put off.
+_TURN_S = 1.0
+#: Interval of the search for late answers.
+_LOOK_EVERY_S = 0.25
 
 _Order: TypeAlias = tuple[float, int]
 #: Allocates the rest of a request's blocks while so many of each group stay free.
@@ -51,6 +66,11 @@ class RequestQueues:
         self._ready: list[Request] = []
         self._running: list[Request] = []
         self._reserved: dict[str, Request] = {}
+        #: When the turn of each late answer ends.
+        self._turn_ends: dict[str, float] = {}
+        #: The last deadline to which an answer was put off.
+        self._put_off_to = -math.inf
+        self._looked_at = -math.inf
         #: Waits for blocks rather than for a place in the batch.
         self._short_of_blocks: Request | None = None
 
@@ -112,12 +132,15 @@ class RequestQueues:
             self._short_of_blocks = None
         del self._requests[request.request_id]
         del self._orders[request.request_id]
+        self._turn_ends.pop(request.request_id, None)
         request.status = RequestStatus.FINISHED
 
     # -- admission ------------------------------------------------------------------------------------
 
-    def admit(self) -> None:
-        """Fill the batch in order; a request that lacks blocks is passed by those that have them."""
+    def admit(self, now: float) -> None:
+        """Fill the batch in order; a request that lacks blocks is passed by those that have them. `now`:
+        monotonic seconds."""
+        self._put_off_late(now)
         head_fits = True
         while self._waiting or self._ready:
             head = self._waiting[0] if self._waiting and head_fits else None
@@ -144,6 +167,34 @@ class RequestQueues:
                 self._pause(self._running[-1])
             joining.status = RequestStatus.RUNNING
             insort(self._running, joining, key=self._order)
+            if joining.request_id in self._turn_ends:
+                self._turn_ends[joining.request_id] = now + _TURN_S
+
+    def _put_off_late(self, now: float) -> None:
+        """Puts off the answers that give way, at most once per _LOOK_EVERY_S."""
+        if now < self._looked_at + _LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        late = sorted([r for r in self._requests.values() if self._gives_way(r, now)], key=self._order)
+        num_new, number = len(late) - len(self._turn_ends.keys() & {r.request_id for r in late}), 0
+        for request in late:
+            wait_s = DEFAULT_DUE_S
+            if request.request_id not in self._turn_ends:
+                number += 1
+                wait_s *= number / num_new
+            request.due = self._put_off_to = max(now + wait_s, self._put_off_to + _TURN_S)
+            self._orders[request.request_id] = (request.due, self._order(request)[1])
+            self._turn_ends[request.request_id] = now
+        if late:
+            for queue in (self._waiting, self._ready, self._running):
+                queue.sort(key=self._order)
+
+    def _gives_way(self, request: Request, now: float) -> bool:
+        """Whether the request is a late answer that has not been put off yet or has had its turn."""
+        turn_end = self._turn_ends.get(request.request_id)
+        if turn_end is None:
+            return bool(request.output_token_ids) and request.late_at + _TURN_S <= now
+        return request.status is RequestStatus.RUNNING and max(request.due, turn_end) <= now
 
     def _can_compute(self, request: Request) -> bool:
         """Whether the next step has room for its prompt behind what comes first: blocks are allocated only

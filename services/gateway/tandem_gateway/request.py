@@ -8,6 +8,7 @@ unchanged. Times inside the gateway are in seconds of `time.monotonic()`, in rec
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,6 +129,14 @@ class TokenizedRequest:
         if self.due_s is not None:
             return self.arrived + self.due_s
         return self.arrived + (self.promised.ttft_s or self.promised.e2e_s or DEFAULT_DUE_S)
+
+    @property
+    def late_at(self) -> float:
+        """When its answer can meet no objective any more, in monotonic seconds; from then on pods put it off
+        (tandem_engine.scheduler.queues)."""
+        if self.promised.e2e_s:
+            return max(self.due, self.arrived + self.promised.e2e_s)
+        return math.inf if self.promised.tpot_s else self.due
 
     @property
     def scores_prompt(self) -> bool:

@@ -14,6 +14,7 @@ A request that is cancelled or passes its deadline while it waits leaves the que
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -32,6 +33,9 @@ from tandem_gateway.request import TokenizedRequest
 _LOOK_EVERY_S = 0.5
 #: Most waiting requests that begin in one turn of the event loop; planning one takes a millisecond or two.
 _MOST_AT_ONCE = 4
+#: Late times count up to this multiple of the objective. How late a late request is depends on what came
+#: after it, because it gives way on its pod, and on the length of its answer, which others do not have.
+_LATE = 1.25
 
 
 class Admission:
@@ -101,9 +105,9 @@ class Admission:
             self._started(admitted, admitted.first_at)
 
     def _started(self, admitted: Admitted, at: float) -> None:
-        track = admitted.placed.first
+        track, by = admitted.placed.first, _late_at(admitted, admitted.request.promised.ttft_s)
         if admitted.forecast is not None:
-            undisturbed_s = at - track.since if track is not None else None
+            undisturbed_s = None if track is None or by <= track.since else min(at, by) - track.since
             self._forecaster.started(
                 admitted.placed, admitted.forecast, at - admitted.judged_at, undisturbed_s
             )
@@ -124,13 +128,16 @@ class Admission:
 
     def _compare(self, admitted: Admitted, ended_at: float) -> None:
         """Compares two spans with the pod model: the whole request, and its rest after the last arrival at
-        its pod. With only one of them more requests are late."""
-        placed = admitted.placed
-        if placed.end is None or placed.route is None:
+        its pod. With only one of them more requests are late. A span that begins when the request is late
+        already does not count."""
+        placed, end = admitted.placed, admitted.placed.end
+        if end is None or placed.route is None:
             return
-        self._forecaster.took(placed, placed.end.model_s, ended_at - placed.end.since)
-        if placed.end.changed_at > placed.end.since:
-            self._forecaster.took(placed, placed.end.left_s, ended_at - placed.end.changed_at)
+        ended_at = min(ended_at, _late_at(admitted, admitted.request.promised.e2e_s))
+        if end.since < ended_at:
+            self._forecaster.took(placed, end.model_s, ended_at - end.since)
+        if end.since < end.changed_at < ended_at:
+            self._forecaster.took(placed, end.left_s, ended_at - end.changed_at)
 
     def _is_measured(self, admitted: Admitted) -> bool:
         """Whether the request's times measure prediction errors. A beam search has no separate first token,
@@ -226,3 +233,8 @@ class Admission:
         left.sort()
         # If all of the tenant's places belong to waiting requests, the queue decides.
         return left[min(num_places, len(left)) - 1] if left else self.queue.turn_s()
+
+
+def _late_at(admitted: Admitted, objective_s: float) -> float:
+    """When the request counts as late for this objective, in monotonic seconds; inf without one."""
+    return admitted.request.arrived + _LATE * objective_s if objective_s else math.inf

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tandem_core.codec import step_cost_from_proto, tokens_per_step_from_proto
+from tandem_core.contracts import DEFAULT_DUE_S
 from tandem_core.pod_model import Job, PodModel, Times, timeline
 from tandem_core.step_cost import StepCost
 from tandem_proto.v1 import common_pb2
@@ -220,7 +221,7 @@ class PodWorks:
         self._advance()
         return {
             work: Job(
-                work.due,
+                work.due if work.placed is None else work.placed.due(self._advanced_at),
                 int(work.start),
                 work.stop,
                 work.num_tokens if work.placed is None else work.placed.tokens_left(work),
@@ -346,6 +347,11 @@ class Placed:
             # The prefill pod computes the next token.
             return 1 if work is self._works[1][1] else max(num_left - 1, 1)
         return num_left
+
+    def due(self, now: float) -> float:
+        """The deadline by which its pods order it, in monotonic seconds: late answers are put off."""
+        is_late = self.first_at is not None and self.request.late_at <= now
+        return now + DEFAULT_DUE_S if is_late else self.request.due
 
     @property
     def starts_by(self) -> float:
