@@ -30,7 +30,7 @@ def supervisor() -> Iterator[int]:
         [sys.executable, "-c", program, "up"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
-        # Popen returns when exec has closed the descriptors, shortly before the kernel shows the command line.
+        # Popen returns when exec closes the descriptors, shortly before the kernel shows the command line.
         process.stdout.readline()
         yield process.pid
 

@@ -4,6 +4,7 @@ equal those of one engine, and whatever fails, the request completes and nothing
 from __future__ import annotations
 
 import asyncio
+import itertools
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,6 +28,7 @@ from tandem_engine.kv_pool import KVPool, KVShape
 from tandem_engine.llm import LLM
 from tandem_engine.runner import ModelRunner
 from tandem_prefill.main import open_pod as open_prefill
+from tandem_prefill.servicer import PrefillServicer
 from tandem_prefill.settings import PrefillSettings
 from tandem_proto.v1 import (
     common_pb2,
@@ -35,7 +37,7 @@ from tandem_proto.v1 import (
     prefill_pb2_grpc,
 )
 from toy_models import SIZES, VOCABULARY, prompt_of
-from waiting import pause_async, until_async
+from waiting import pause_async, until_async, wait_until
 
 
 async def run(fleet: Fleet, message) -> tuple[list[int], common_pb2.Receipt]:
@@ -105,13 +107,21 @@ async def test_prompts_that_arrive_together_are_computed_one_after_another(
 ) -> None:
     """So the first one's first token comes after the steps of its own prompt."""
     prompts_in_steps: list[str] = []
-    execute = ModelRunner.execute
+    execute, start = ModelRunner.execute, PrefillServicer._start
+
+    def started_together(servicer: PrefillServicer, *rest: Any) -> None:
+        # Else one that is due earlier may arrive during the first one's steps. On the engine's thread.
+        if next(number) == 0:
+            wait_until(lambda: servicer._loop._calls.qsize() == 3)
+        start(servicer, *rest)
 
     def recorded(runner: ModelRunner, batch: Batch, on_layer_done: Any, *rest: Any) -> torch.Tensor:
         if on_layer_done is not None:  # a step of the prefill pod
             prompts_in_steps.append("+".join(s.request.request_id.split("#")[0] for s in batch.sequences))
         return execute(runner, batch, on_layer_done, *rest)
 
+    number = itertools.count()
+    monkeypatch.setattr(PrefillServicer, "_start", started_together)
     monkeypatch.setattr(ModelRunner, "execute", recorded)
     num_steps = 6
     num_tokens = num_steps * SIZES["chunk_size"]  # the rest of a step would go to the next prompt
