@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from tandem_core.beams import MAX_BEAM_WIDTH
 from tandem_core.errors import CapacityError
-from tandem_core.model.spec import Mlp, ModelSpec
+from tandem_core.model.spec import Mlp, ModelSpec, Moe
 
 from tandem_engine.free_memory import available_bytes
 from tandem_engine.kv_pool import KVShape, default_num_blocks
@@ -35,6 +35,8 @@ _GB = 1e9
 _QUANTIZED_BYTES = 2
 #: csrc/linear.cpp: rows that a thread widens to float32 at once.
 _WIDENED_ROWS = 1024
+#: csrc/linear.h: each expert's 8-bit rows begin with a tile of their own, of this many rows.
+_TILE_ROWS = 24
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,24 @@ def step_bytes(
     if packed and quantization is Quantization.NONE and dtype == torch.bfloat16:
         widened = threads * min(limits.max_tokens, _WIDENED_ROWS) * max(hidden, inner, attended) * 4
     beams = beam_bytes(spec.vocab_size, limits.max_seqs)
-    return limits.max_tokens * row + logits + beams + partials + widened
+    experts = max(
+        (experts_bytes(m, hidden, element, limits.max_tokens) for m in mixers if isinstance(m, Moe)),
+        default=0,
+    )
+    return limits.max_tokens * row + logits + beams + partials + widened + experts
+
+
+def experts_bytes(moe: Moe, hidden: int, element: int, rows: int) -> int:
+    """What a mixture of experts takes for `rows` rows (csrc/moe.cpp)."""
+    inner, top_k = moe.expert.inner, moe.router.top_k
+    gated = 1 + moe.expert.gated
+    # The rows of each chosen expert, gate and up, their product, 8-bit forms, and the float32 result.
+    pair = element * (hidden + (gated + 1) * inner) + _QUANTIZED_BYTES * (hidden + inner) + 4 * hidden
+    row = 4 * (hidden + moe.experts) + top_k * pair
+    if moe.shared:
+        row += element * (gated + 1) * moe.shared.inner + _QUANTIZED_BYTES * moe.shared.inner + 4 * hidden
+    used = min(moe.experts, rows * top_k)
+    return rows * row + used * _TILE_ROWS * _QUANTIZED_BYTES * (hidden + inner)
 
 
 def beam_bytes(vocab_size: int, max_seqs: int) -> int:

@@ -9,21 +9,34 @@ from __future__ import annotations
 from pathlib import Path
 
 import gguf
+import psutil
 import pytest
 import torch
 import transformers as hf
 from free_drafts import FreeDrafts
 from gguf import GGMLQuantizationType as Kind
 from greedy import assert_same
-from native_libraries import native_library
+from native_libraries import NATIVE, native_library
 from paged_model import PagedModel
 from safetensors.torch import load_file, save_file
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.spec import Activation, Mlp, Moe, Router
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.drafter import drafter_for
 from tandem_engine.llm import LLM
+from tandem_engine.memory import experts_bytes
 from tandem_engine.model_loader import load_decoder, pull
+from tandem_engine.model_loader.describing import describe
 from tandem_engine.models import ModelConfig, Quantization
+from tandem_kernels import (
+    ExpertProjection,
+    MoeWeights,
+    PackedExperts,
+    RouterScore,
+    Routing,
+    moe,
+    pack_weight,
+)
 from torch import Tensor
 from toy_models import SIZES as ENGINE_SIZES
 from toy_models import prompt_of, save_checkpoint
@@ -152,6 +165,15 @@ def test_logits_equal_transformers(stored, family: str, library: str | None) -> 
 def run(folder: Path, quantization: Quantization = Quantization.NONE) -> Tensor:
     """Logits of 30 tokens."""
     return PagedModel(load_decoder(folder, torch.float32, quantization=quantization), 1).step(prompts(30))[0]
+
+
+def test_a_token_reads_the_chosen_experts_only(stored) -> None:
+    _, checkpoint = stored("mixtral")
+    shown = describe(pull(str(checkpoint)))
+    one = 3 * SIZES["intermediate_size"] * SIZES["hidden_size"] * getattr(torch, shown.dtype).itemsize
+    others = 6 * one * SIZES["num_hidden_layers"]  # 2 of 8 are chosen
+    embedding = SIZES["vocab_size"] * SIZES["hidden_size"] * getattr(torch, shown.dtype).itemsize
+    assert shown.step_bytes == shown.weight_bytes - others - embedding
 
 
 def test_stacked_experts_are_those_of_separate_tensors(stored, tmp_path: Path) -> None:
@@ -298,3 +320,23 @@ def test_greedy_texts_are_those_of_transformers(stored, family: str) -> None:
     ]
     assert_same(results, expected, family)
     assert sum(r.stats.accepted_tokens for r in results) > 0, "nothing was speculated"
+
+
+@pytest.mark.skipif(not NATIVE, reason="no compiled kernels here")
+def test_what_a_mixture_of_experts_takes_is_counted() -> None:
+    hidden, inner, rows = 512, 128, 1500
+    mixture = Moe(8, Mlp(inner, Activation.SILU), Router("softmax", 4))
+    zeros = pack_weight(torch.zeros(2 * inner, hidden)), pack_weight(torch.zeros(hidden, inner))
+    weights = MoeWeights(
+        Routing(RouterScore.SOFTMAX, 4),
+        torch.zeros(8, hidden),
+        ExpertProjection(PackedExperts((zeros[0].repeat(8, 1, 1, 1, 1),), 2 * inner)),
+        ExpertProjection(PackedExperts((zeros[1].repeat(8, 1, 1, 1, 1),), hidden)),
+    )
+    x = torch.zeros(rows, hidden)
+    moe(x[:1], weights)
+    before = psutil.Process().memory_full_info().uss
+    moe(x, weights)
+    taken = psutil.Process().memory_full_info().uss - before
+    said = experts_bytes(mixture, hidden, 4, rows)
+    assert 0.5 * said < taken < 1.1 * said + (4 << 20)

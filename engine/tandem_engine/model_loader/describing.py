@@ -20,7 +20,7 @@ from tandem_engine.model_loader.gguf_file import open_all
 from tandem_engine.model_loader.loading import pick_numerics
 from tandem_engine.model_loader.safetensors_files import weight_files
 from tandem_engine.models.config import ModelConfig
-from tandem_engine.models.layout import WeightForm
+from tandem_engine.models.layout import WeightForm, share_read
 from tandem_engine.workspace import StepLimits
 
 #: Limits of a decode pod with default settings: chunks of 512 tokens, 16 sequences of a token and 31 draft
@@ -51,9 +51,11 @@ def describe(folder: Path) -> ModelDescription:
     ]
     in_file = file_tensors(config, open_source((folder / manifest.weights).resolve()), form)
     # All but the embedding, of which a step reads one row, unless it is the head too.
-    read = [
-        t for name, t in in_file.items() if name != "embed_tokens.weight" or "lm_head.weight" not in in_file
-    ]
+    read = sum(
+        t.num_bytes * share_read(spec, name)
+        for name, t in in_file.items()
+        if name != "embed_tokens.weight" or "lm_head.weight" not in in_file
+    )
     shape = KVShape.of(spec, _BLOCK_SIZE, form.dtype)
     step = step_bytes(
         spec,
@@ -72,7 +74,7 @@ def describe(folder: Path) -> ModelDescription:
         packed=form.packed,
         weight_file=form.file_name,
         weight_bytes=sum(t.num_bytes for t in in_file.values()),
-        step_bytes=sum(t.num_bytes for t in read),
+        step_bytes=round(read),
         kv_bytes_per_token=shape.num_layers * shape.block_bytes // _BLOCK_SIZE,
         working_bytes=step,
         transfer_bytes=transfer_bytes(shape, _LIMITS.max_seqs),

@@ -22,13 +22,21 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.spec import ModelSpec
 from tandem_kernels import PackedExperts, PackedWeight, packing_of, runs_packed
 from torch import Tensor
 
 from tandem_engine.model_loader.convert import ensure_weights, source_bits
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.decoder import Decoder, supports
-from tandem_engine.models.layout import FileTensor, Quantization, WeightForm, piece_name, stored_tensors
+from tandem_engine.models.layout import (
+    FileTensor,
+    Quantization,
+    WeightForm,
+    piece_name,
+    share_read,
+    stored_tensors,
+)
 from tandem_engine.models.linear import linear_policy, pick_dtype
 
 log = logging.getLogger(__name__)
@@ -51,8 +59,8 @@ def load_decoder(
     form = WeightForm(dtype, runs_packed(dtype, target), quantization)
     path = ensure_weights(folder, dtype, packed=form.packed, quantization=quantization)
     tensors, packed, formats = _map_tensors(path, config, form, target)
-    _log_numerics(folder.name, formats, tensors, packed)
-    largest = max(t.numel() for t in tensors.values())
+    _log_numerics(folder.name, formats, spec, tensors, packed)
+    largest = max(t.numel() for t in tensors.values() if t.dim() < 3)
     return Decoder(spec, tensors, linear_policy(dtype, target, largest), packed)
 
 
@@ -97,21 +105,28 @@ def _map_tensors(
 
 
 def _log_numerics(
-    name: str, formats: str, tensors: dict[str, Tensor], packed: dict[str, PackedWeight | PackedExperts]
+    name: str,
+    formats: str,
+    spec: ModelSpec,
+    tensors: dict[str, Tensor],
+    packed: dict[str, PackedWeight | PackedExperts],
 ) -> None:
     """One line: what the source holds, what it is computed in, and how much a step of one token reads."""
     sizes: Counter[str] = Counter()
-    for part in (part for weight in packed.values() for part in weight.parts):
+    read = 0.0
+    for key, part in ((key, part) for key, weight in packed.items() for part in weight.parts):
         matrix = part[0] if part.dim() == 4 else part  # of the first expert
         kind = packing_of(matrix).name if part.dtype == torch.uint8 else str(part.dtype)
         sizes[kind.removeprefix("torch.")] += part.nbytes
+        read += part.nbytes * share_read(spec, key)
     for key, tensor in tensors.items():
         # A step reads one row of the embedding, unless it is the head too.
         if key != "embed_tokens.weight" or "lm_head.weight" not in tensors.keys() | packed.keys():
             sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+            read += tensor.nbytes * share_read(spec, key)
     listed = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in sizes.most_common())
     log.info("%s: weights in %s are computed in %s; one token reads %.1f MB of them", name, formats, listed,
-             sum(sizes.values()) / 1e6)  # fmt: skip
+             read / 1e6)  # fmt: skip
 
 
 @dataclass(frozen=True)

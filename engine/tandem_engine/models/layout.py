@@ -238,6 +238,16 @@ def piece_name(name: str, piece: int) -> str:
     return f"{name}.{piece}" if piece else name
 
 
+def share_read(spec: ModelSpec, name: str) -> float:
+    """How much of a tensor of the file a step of one token reads: of experts only those that are chosen."""
+    match name.split("."):
+        case ["sublayers", s, b, "experts", *_]:
+            mixer = spec.sublayers[int(s)].branches[int(b)].mixer
+            if isinstance(mixer, Moe):
+                return mixer.router.top_k / mixer.experts
+    return 1.0
+
+
 def stored_tensors(spec: ModelSpec, names: Names, form: WeightForm) -> Iterator[StoredTensor]:
     """Every tensor of the file for this model, in file order."""
     hidden = spec.hidden_size
