@@ -64,7 +64,7 @@ def make_runner(decoder: Decoder, limits: StepLimits, num_blocks: int, *, graphs
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         num_blocks = min(num_blocks, int(0.8 * free) // (shape.block_bytes * shape.num_layers))
-    runner = ModelRunner(decoder, KVPool(shape, num_blocks, device), device, workspace)
+    runner = ModelRunner(decoder, KVPool([shape], [num_blocks], device), device, workspace)
     if device.type == "cuda":
         warm_up(runner, limits)
     if graphs:

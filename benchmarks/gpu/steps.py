@@ -114,7 +114,7 @@ class Rig:
 
     def engine(self, drafts: BinaryTrees | None, chunk_size: int) -> Engine:
         manager = BlockManager(
-            [BlockGroup(self.runner.pool.num_blocks)], BLOCK_SIZE, enable_prefix_caching=False
+            [BlockGroup(self.runner.pool.groups[0].num_blocks)], BLOCK_SIZE, enable_prefix_caching=False
         )
         limits = SchedulerConfig(
             max_model_len=self.spec.max_len,
@@ -158,7 +158,7 @@ def decode(bench: Bench) -> None:
     blocks_each = -(-(prompt + max_tokens) // BLOCK_SIZE) + 1
     rows = batches[0] * max(ACCEPTED)
     rig = make_rig(bench, batches[0] * blocks_each, StepLimits(max(chunk_size, rows), batches[0], rows))
-    batches = tuple(batch for batch in batches if batch * blocks_each <= rig.runner.pool.num_blocks)
+    batches = tuple(batch for batch in batches if batch * blocks_each <= rig.runner.pool.groups[0].num_blocks)
     vocab_size = rig.spec.vocab_size
     drafts = BinaryTrees(vocab_size)
     engine = rig.engine(drafts, chunk_size)

@@ -13,7 +13,7 @@ from tandem_core.errors import CapacityError, InvariantError, ModelLoadError
 from tandem_core.guide import Guide
 from tandem_core.model.guides import GuideCompiler
 from tandem_core.model.manifest import ModelManifest
-from tandem_core.model.spec import Attention, CacheGroup, CacheKind, CachePart
+from tandem_core.model.spec import CacheGroup, CacheKind
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.usable_cpus import usable_cpus
 
@@ -26,6 +26,7 @@ from tandem_engine.kv_pool import (
     GpuMemory,
     KVPool,
     KVShape,
+    PoolSizes,
     gpu_num_blocks,
     graph_reserve,
 )
@@ -127,28 +128,38 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
             "that are multiples of 32"
         )
     interleaved = decoder.reads_interleaved(config.block_size)
-    shape = KVShape.of(decoder.spec, config.block_size, decoder.dtype, interleaved=interleaved)
     limits = step_limits(config)
     states: StatePool | None = None
+    # Blocks that a sequence holds behind its window depend on the longest step of one.
+    sizes = PoolSizes(
+        tuple(
+            KVShape.of_group(group, config.block_size, decoder.dtype, interleaved=interleaved)
+            for group in _pooled(decoder.spec.kv_groups(), device)
+        ),
+        config.max_batch,
+        max(config.chunk_size, config.max_draft_nodes + 1),
+    )
     if device.type == "cuda":
-        runner = make_gpu_runner(config, decoder, shape, limits)
-        held = runner.pool.num_blocks * config.block_size
+        runner = make_gpu_runner(config, decoder, sizes.shapes[0], limits)
+        held = runner.pool.groups[0].num_blocks * config.block_size
         if held < config.max_model_len:
             raise CapacityError(
                 f"--max-model-len {config.max_model_len}: the KV pool holds {held} tokens; set that or less, "
                 "or raise --num-blocks or --gpu-memory-utilization"
             )
     else:
-        num_blocks = _num_blocks(config, decoder, shape, limits, manifest, numerics)
+        num_blocks = _num_blocks(config, decoder, sizes, limits, manifest, numerics)
         group = state_group(decoder.spec)
         if group is not None:
             num_slots = num_state_slots(group, decoder.dtype, limits.max_seqs)
             states = StatePool(group, num_slots, decoder.dtype, device)
-        runner = ModelRunner(decoder, KVPool(shape, num_blocks, device), device, states=states)
+        pools = KVPool(sizes.shapes, sizes.num_blocks(num_blocks), device)
+        runner = ModelRunner(decoder, pools, device, states=states)
     pool = runner.pool
     manager = BlockManager(
-        [BlockGroup(pool.num_blocks)],
+        [BlockGroup(group.num_blocks, group.shape.window) for group in pool.groups],
         config.block_size,
+        max_step_tokens=sizes.max_step_tokens,
         enable_prefix_caching=config.prefix_cache,
         states=None if states is None else StateSlots(states.num_slots, config.block_size),
     )
@@ -171,21 +182,29 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         drafter=drafter,
         max_draft_nodes=config.max_draft_nodes,
     )
-    layout = _layout(manifest, decoder, shape, numerics)
+    layout = _layout(manifest, decoder, sizes.shapes[0], numerics)
     guides = GuideCompiler(config.model, manifest)
     store = pool if states is None else LayerStore(pool, states, decoder.spec)
     return EngineParts(engine, pool, store, tokenizer, guides, manifest, layout, decoder.is_compiled)
 
 
+def _pooled(groups: tuple[CacheGroup, ...], device: torch.device) -> tuple[CacheGroup, ...]:
+    """Layers that share a pool and block tables; on a GPU all do, since its steps read one block table."""
+    if device.type == "cpu":
+        return groups
+    layers = tuple(sorted(layer for group in groups for layer in group.layers))
+    return (CacheGroup(CacheKind.FULL, layers, groups[0].parts),)
+
+
 def _num_blocks(
     config: EngineConfig,
     decoder: Decoder,
-    shape: KVShape,
+    sizes: PoolSizes,
     limits: StepLimits,
     manifest: ModelManifest,
     numerics: Numerics,
 ) -> int:
-    """Size of the pool on a CPU; logs what the pod will take. Raises CapacityError."""
+    """Blocks for texts on a CPU; logs what the pod will take. Raises CapacityError."""
     group = state_group(decoder.spec)
     without_kv = MemoryNeed(
         weights=decoder.num_bytes,
@@ -200,14 +219,14 @@ def _num_blocks(
             quantization=numerics.quantization,
             threads=torch.get_num_threads(),
         ),
-        transfer=transfer_bytes(shape, limits.max_seqs),
+        transfer=transfer_bytes(sizes.shapes, limits.max_seqs),
         shared_text=config.shared_text_bytes,
         states=0
         if group is None
         else num_state_slots(group, decoder.dtype, limits.max_seqs) * slot_bytes(group, decoder.dtype),
     )
     num_blocks, need = fit_pool(
-        shape,
+        sizes,
         without_kv,
         num_blocks=config.num_blocks,
         context=manifest.max_model_len,
@@ -239,9 +258,9 @@ def make_gpu_runner(
         workspace = make_workspace(decoder, shape.block_size, shape.dtype, limits, graphs=config.decodes)
         num_blocks = config.num_blocks
         if num_blocks == 0:
-            memory = _measure(ModelRunner(decoder, KVPool(shape, 1, device), device, workspace))
+            memory = _measure(ModelRunner(decoder, KVPool([shape], [1], device), device, workspace))
             num_blocks = gpu_num_blocks(shape, memory, config.gpu_memory_utilization)
-        runner = ModelRunner(decoder, KVPool(shape, num_blocks, device), device, workspace)
+        runner = ModelRunner(decoder, KVPool([shape], [num_blocks], device), device, workspace)
         warm_up(runner, limits)
         if config.decodes:
             runner.capture_graphs(CudaCapture(), idle_batch(runner.pool))
@@ -292,19 +311,20 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape, numerics: Numerics) -> KVLayout:
-    parts = tuple(CachePart(name, (shape.num_kv_heads, shape.head_size)) for name in ("k", "v"))
-    cached = decoder.spec.cached
-    groups = [
-        CacheGroup(CacheKind.FULL, tuple(n for n, m in enumerate(cached) if isinstance(m, Attention)), parts)
-    ]
-    if (states := state_group(decoder.spec)) is not None:
-        groups.append(states)
+def _layout(
+    manifest: ModelManifest,
+    decoder: Decoder,
+    shape: KVShape,
+    numerics: Numerics,
+) -> KVLayout:
+    groups = decoder.spec.cache_groups()
+    states = tuple(group for group in groups if group.kind is CacheKind.STATE)
+    blocks = tuple(group for group in groups if group.kind is not CacheKind.STATE)
     return KVLayout(
         model_revision=manifest.revision,
         dtype=str(shape.dtype).removeprefix("torch."),
         kv_quantization="none",
-        groups=tuple(groups),
+        groups=_pooled(blocks, decoder.device) + states,
         block_size=shape.block_size,
         block_layout="KV,H,interleaved" if shape.interleaved else "KV,H,T,D",
         # The order of a key's elements depends on the weight file's format. Pods with different quantization

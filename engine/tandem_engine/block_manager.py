@@ -202,6 +202,10 @@ class BlockManager:
                 f"need a group, blocks and steps of at least a token, not {groups}, {block_size} and "
                 f"{max_step_tokens}"
             )
+        if states is not None and any(group.window is not None for group in groups):
+            raise ValueError(
+                "a prefix that ends with both a window and a recurrent state is not searched for"
+            )
         self.block_size = block_size
         self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching

@@ -140,7 +140,7 @@ class DecodeGraphs:
 
     def _load(self, step: ModelInputs, num_rows: int) -> None:
         num_seqs = min(num_rows, self._inputs.max_seqs)
-        self._inputs.load(step, self._pool.scratch_slot, num_rows=num_rows, num_seqs=num_seqs)
+        self._inputs.load(step, self._pool.groups[0].scratch_slot, num_rows=num_rows, num_seqs=num_seqs)
 
     def _step(self, num_rows: int) -> Callable[[], None]:
         inputs = self._inputs.view(num_rows, min(num_rows, self._inputs.max_seqs))

@@ -1,4 +1,4 @@
-"""The KV cache in memory: one tensor per layer, addressed by physical block id.
+"""The KV cache in memory: one tensor per layer, addressed by physical block id of the layer's group.
 
     caches[layer]   [num_blocks + 1, 2, num_kv_heads, block_size, head_size]
                      block           K|V
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tandem_core.errors import CapacityError
-from tandem_core.model.spec import ModelSpec
+from tandem_core.errors import CapacityError, InvariantError
+from tandem_core.model.spec import CacheGroup, ModelSpec
 from tandem_core.usable_cpus import usable_cpus
 from tandem_kernels import move_slots_in_layers
 
@@ -36,13 +37,15 @@ _HUGE_PAGE = 2 << 20
 _GIB = 1 << 30
 #: Most connections to a peer; each takes up to a core at both ends while KV flows.
 MAX_CONNECTIONS = 8
+#: Tokens of cached text per window that is kept for its end.
+_CACHED_TEXT_TOKENS = 4096
 #: Memory of the driver for one graph of a decode step.
 _GRAPH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """Shape and element type of the cache of one model."""
+    """Shape and element type of the caches of a group of layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -51,6 +54,31 @@ class KVShape:
     dtype: torch.dtype
     #: Whether blocks have the layout of the compiled attention (tandem_kernels.interleaved_cache).
     interleaved: bool = False
+    #: The layers' numbers among those with keys and values; by default the first ones.
+    layers: tuple[int, ...] = ()
+    #: Keys that a query sees, its own included; None: all.
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            object.__setattr__(self, "layers", tuple(range(self.num_layers)))
+
+    @classmethod
+    def of_group(
+        cls, group: CacheGroup, block_size: int, dtype: torch.dtype, *, interleaved: bool = False
+    ) -> KVShape:
+        """Of layers with keys and values of one size."""
+        num_kv_heads, head_size = group.parts[0].shape
+        return cls(
+            len(group.layers),
+            num_kv_heads,
+            head_size,
+            block_size,
+            dtype,
+            interleaved,
+            group.layers,
+            group.window,
+        )
 
     @classmethod
     def of(
@@ -65,17 +93,63 @@ class KVShape:
         """Bytes of one block in one layer, K and V."""
         return 2 * self.num_kv_heads * self.block_size * self.head_size * self.dtype.itemsize
 
+    @property
+    def all_layers_bytes(self) -> int:
+        """Bytes of one block in all layers of the group."""
+        return self.block_bytes * self.num_layers
 
-def default_num_blocks(shape: KVShape, most_bytes: int) -> int:
-    """How many blocks a pool of the default size holds that may take `most_bytes`.
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """How many blocks each group gets, given those that hold whole texts.
+
+    A window holds a bounded part of each running sequence. What is left of its pool keeps the windows at the
+    ends of cached texts, without which their prefix could not be continued.
+    """
+
+    shapes: tuple[KVShape, ...]
+    max_seqs: int
+    #: Tokens of one sequence in a step.
+    max_step_tokens: int
+
+    def num_blocks(self, num_blocks: int) -> list[int]:
+        """Of each group, when texts have `num_blocks`."""
+        if all(shape.window is not None for shape in self.shapes):
+            return [num_blocks] * len(self.shapes)
+        return [min(num_blocks, self._for_window(shape, num_blocks)) for shape in self.shapes]
+
+    def _for_window(self, shape: KVShape, num_blocks: int) -> int:
+        if shape.window is None:
+            return num_blocks
+        running = -(-(shape.window + self.max_step_tokens) // shape.block_size) + 1
+        return self.max_seqs * running + -(-num_blocks * shape.window // _CACHED_TEXT_TOKENS)
+
+    def num_bytes(self, num_blocks: int) -> int:
+        """Of all groups, without the scratch blocks."""
+        sizes = zip(self.shapes, self.num_blocks(num_blocks), strict=True)
+        return sum(shape.all_layers_bytes * size for shape, size in sizes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(shape.all_layers_bytes for shape in self.shapes)
+
+    def fitting(self, num_bytes: int) -> int:
+        """The largest number of blocks for texts whose pools, without the scratch blocks, take num_bytes."""
+        least = min(shape.all_layers_bytes for shape in self.shapes)
+        candidates = range(1, max(num_bytes, 0) // least + 2)
+        return bisect_right(candidates, num_bytes, key=self.num_bytes)
+
+
+def default_num_blocks(sizes: PoolSizes, most_bytes: int) -> int:
+    """How many blocks for texts a pool of the default size holds that may take `most_bytes`.
 
     Raises CapacityError when not even two fit.
     """
     budget = min(DEFAULT_POOL_BYTES, most_bytes)
-    num_blocks: int = budget // (shape.block_bytes * shape.num_layers)
+    num_blocks = sizes.fitting(budget)
     if num_blocks < 2:
         raise CapacityError(
-            f"the KV pool needs {2 * shape.block_bytes * shape.num_layers} bytes for two blocks but only "
+            f"the KV pool needs {sizes.num_bytes(2)} bytes for two blocks but only "
             f"{budget} are available; free memory, or choose a smaller model or block size"
         )
     return num_blocks
@@ -106,7 +180,7 @@ def gpu_num_blocks(shape: KVShape, memory: GpuMemory, utilization: float) -> int
 
     Raises CapacityError when not even two fit.
     """
-    all_layers = shape.block_bytes * shape.num_layers
+    all_layers = shape.all_layers_bytes
     left_free = memory.total - int(memory.total * utilization)
     budget = memory.free - left_free - memory.activations - memory.graphs
     # One more is the scratch block.
@@ -123,8 +197,8 @@ def gpu_num_blocks(shape: KVShape, memory: GpuMemory, utilization: float) -> int
     return num_blocks
 
 
-class KVPool:
-    """Owns the cache tensors; implements the transport's BlockStore."""
+class GroupPool:
+    """The cache tensors of one group; layers count within it."""
 
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
@@ -156,23 +230,8 @@ class KVPool:
             self._prefaulter.will_use(block_id)
 
     @property
-    def max_frame_bytes(self) -> int:
-        return MAX_FRAME_BYTES if self._gpu is None else self._gpu.max_frame_bytes
-
-    @property
-    def num_connections(self) -> int:
-        """Connections to a peer for transfers. A GPU computes KV faster than one connection encrypts it."""
-        if self._gpu is None:
-            return 1
-        return max(1, min(MAX_CONNECTIONS, usable_cpus() // 2))
-
-    @property
-    def copy_counts(self) -> CopyCounts | None:
-        """Counts of a GPU's transfers."""
-        return None if self._gpu is None else self._gpu.counts
-
-    def mark(self) -> Event | None:
-        return None if self._gpu is None else self._gpu.mark()
+    def gpu(self) -> GpuBlockStore | None:
+        return self._gpu
 
     def gather(
         self, layer: int, block_ids: Sequence[int], after: Any = None
@@ -194,15 +253,6 @@ class KVPool:
         _block_bytes(self.caches[layer])[np.asarray(block_ids)] = received.reshape(len(block_ids), -1)
         return None
 
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies the beginnings of blocks in every layer. No destination may be a source."""
-        self.will_use(max(c.destination for c in copies))
-        size = self.shape.block_size
-        self.move(
-            [c.source * size + i for c in copies for i in range(c.num_slots)],
-            [c.destination * size + i for c in copies for i in range(c.num_slots)],
-        )
-
     def move(self, src_slots: Sequence[int], dst_slots: Sequence[int]) -> None:
         """Copies KV between slots (block id * block_size + offset) in every layer.
 
@@ -211,6 +261,69 @@ class KVPool:
         slots = np.array([src_slots, dst_slots], dtype=np.int64)
         src, dst = device_copies.to_device(slots, self.caches[0].device).unbind()
         move_slots_in_layers(self._layers, src, dst, interleaved=self.shape.interleaved)
+
+
+class KVPool:
+    """The caches of all groups, with layers by their number among those with keys and values; implements the
+    transport's BlockStore.
+
+    shapes, num_blocks: of each group.
+    """
+
+    def __init__(self, shapes: Sequence[KVShape], num_blocks: Sequence[int], device: torch.device) -> None:
+        self.groups = tuple(
+            GroupPool(shape, size, device) for shape, size in zip(shapes, num_blocks, strict=True)
+        )
+        self._places = {
+            layer: (group, index) for group in self.groups for index, layer in enumerate(group.shape.layers)
+        }
+        if sorted(self._places) != list(range(sum(shape.num_layers for shape in shapes))):
+            raise InvariantError("every layer is in one group of the KV pool")
+        #: Of each layer.
+        self.caches = [group.caches[index] for _, (group, index) in sorted(self._places.items())]
+        self._gpu = self.groups[0].gpu
+
+    @property
+    def max_frame_bytes(self) -> int:
+        return MAX_FRAME_BYTES if self._gpu is None else self._gpu.max_frame_bytes
+
+    @property
+    def num_connections(self) -> int:
+        """Connections to a peer for transfers. A GPU computes KV faster than one connection encrypts it."""
+        if self._gpu is None:
+            return 1
+        return max(1, min(MAX_CONNECTIONS, usable_cpus() // 2))
+
+    @property
+    def copy_counts(self) -> CopyCounts | None:
+        """Counts of a GPU's transfers."""
+        return None if self._gpu is None else self._gpu.counts
+
+    def mark(self) -> Event | None:
+        return None if self._gpu is None else self._gpu.mark()
+
+    def gather(
+        self, layer: int, block_ids: Sequence[int], after: Any = None
+    ) -> NDArray[np.uint8] | PendingRead:
+        group, index = self._places[layer]
+        return group.gather(index, block_ids, after)
+
+    def scatter(
+        self, layer: int, block_ids: Sequence[int], payload: memoryview, after: Any = None
+    ) -> Callable[[], None] | None:
+        group, index = self._places[layer]
+        return group.scatter(index, block_ids, payload, after)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies the beginnings of blocks in every layer of their groups. No destination may be a source."""
+        for g, group in enumerate(self.groups):
+            if own := [c for c in copies if c.group == g]:
+                group.will_use(max(c.destination for c in own))
+                size = group.shape.block_size
+                group.move(
+                    [c.source * size + i for c in own for i in range(c.num_slots)],
+                    [c.destination * size + i for c in own for i in range(c.num_slots)],
+                )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -16,6 +16,7 @@ does not fit would start and be killed by the kernel under load. On a GPU the st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +25,7 @@ from tandem_core.errors import CapacityError
 from tandem_core.model.spec import Mlp, ModelSpec, Moe
 
 from tandem_engine.free_memory import available_bytes
-from tandem_engine.kv_pool import KVShape, default_num_blocks
+from tandem_engine.kv_pool import KVShape, PoolSizes, default_num_blocks
 from tandem_engine.models.layout import Quantization
 from tandem_engine.runner import MAX_PROMPT_ROWS
 from tandem_engine.transport.base import DEFAULT_CREDIT_BYTES
@@ -140,13 +141,13 @@ def beam_bytes(vocab_size: int, max_seqs: int) -> int:
     return (4 + 4 + 1) * vocab_size * min(max_seqs, MAX_BEAM_WIDTH)
 
 
-def transfer_bytes(shape: KVShape, max_seqs: int) -> int:
+def transfer_bytes(shapes: Sequence[KVShape], max_seqs: int) -> int:
     """Frames in flight while every sequence of a full batch is sent or received."""
-    return max_seqs * max(DEFAULT_CREDIT_BYTES, shape.block_bytes)
+    return max_seqs * max(DEFAULT_CREDIT_BYTES, *(shape.block_bytes for shape in shapes))
 
 
 def fit_pool(
-    shape: KVShape,
+    sizes: PoolSizes,
     need_without_kv: MemoryNeed,
     *,
     num_blocks: int,
@@ -154,7 +155,7 @@ def fit_pool(
     max_model_len: int,
     memory_bytes: int,
 ) -> tuple[int, MemoryNeed]:
-    """How many blocks the pool gets, and what the pod then needs.
+    """How many blocks for texts the pool gets, and what the pod then needs.
 
     Args:
         num_blocks: as set; 0: a default size, or more where `max_model_len` demands it.
@@ -165,12 +166,12 @@ def fit_pool(
     Raises CapacityError, which names the setting that asks for too much.
     """
     need = need_without_kv
-    block = shape.block_bytes * shape.num_layers
+    block_size = sizes.shapes[0].block_size
     room = memory_bytes or available_bytes() + need.process - need.weights
-    for_context = -(-context // shape.block_size)
+    for_context = -(-context // block_size)
     if num_blocks and max_model_len and num_blocks < for_context:
         raise CapacityError(
-            f"--num-blocks {num_blocks} holds {num_blocks * shape.block_size} tokens, fewer than "
+            f"--num-blocks {num_blocks} holds {num_blocks * block_size} tokens, fewer than "
             f"--max-model-len {max_model_len}; set --num-blocks to {for_context} or more, or to 0"
         )
     if room < need.private:
@@ -184,17 +185,16 @@ def fit_pool(
     blocks = num_blocks
     if not blocks:
         # Without a share of its own, a pod leaves room for others.
-        blocks = default_num_blocks(shape, (room - need.private) // (2 if memory_bytes else 4))
+        blocks = default_num_blocks(sizes, (room - need.private) // (2 if memory_bytes else 4))
         blocks = max(blocks, for_context) if max_model_len else blocks
-    # One more is the scratch block.
-    tokens = blocks * shape.block_size
-    need = replace(need, kv=(blocks + 1) * block, kv_tokens=tokens)
+    tokens = blocks * block_size
+    need = replace(need, kv=sizes.num_bytes(blocks) + sizes.scratch_bytes, kv_tokens=tokens)
     if need.private > room:
-        fitting = max(0, (room - need_without_kv.private) // block - 1)
+        fitting = sizes.fitting(room - need_without_kv.private - sizes.scratch_bytes)
         if num_blocks:
             text = _too_much(f"--num-blocks {num_blocks}", need, room, f"set it to {fitting} or less")
         else:
-            most = fitting * shape.block_size
+            most = fitting * block_size
             text = _too_much(f"--max-model-len {max_model_len}", need, room, f"set it to {most} or less")
         raise CapacityError(text)
     return blocks, need

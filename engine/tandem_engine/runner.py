@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 from tandem_core.errors import InvariantError
-from tandem_kernels import StateMetadata, StepInputs
+from tandem_kernels import StateMetadata, StepInputs, StepTable
 from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
@@ -45,29 +45,44 @@ class StepLogits:
 
 def step_inputs(batch: Batch, block_size: int) -> StepInputs:
     sequences = batch.sequences
-    width = max([len(s.block_ids[0]) for s in sequences])
-    block_table: list[int] = []
     seq_lens: list[int] = []
     query_start_loc = [0]
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
     for sequence in sequences:
-        blocks, start = sequence.block_ids[0], sequence.start
-        end = start + sequence.num_new_tokens
-        block_table += blocks
-        block_table += [0] * (width - len(blocks))
-        seq_lens.append(end)
+        seq_lens.append(sequence.start + sequence.num_new_tokens)
         token_ids += sequence.token_ids
         query_start_loc.append(len(token_ids))
         positions += sequence.positions()
-        for n in range(start // block_size, -(-end // block_size)):
-            ahead = (blocks[n] - n) * block_size
-            slots += range(max(start, n * block_size) + ahead, min(end, (n + 1) * block_size) + ahead)
     bits = None
     if any(s.draft is not None for s in sequences):
         bits = [node for s in sequences for node in s.ancestor_bits()]
-    return StepInputs(token_ids, positions, slots, block_table, seq_lens, query_start_loc, bits)
+    first, *more = [_step_table(batch, block_size, group) for group in range(len(sequences[0].block_ids))]
+    return StepInputs(
+        token_ids,
+        positions,
+        first.slot_mapping,
+        first.block_table,
+        seq_lens,
+        query_start_loc,
+        bits,
+        tuple(more),
+    )
+
+
+def _step_table(batch: Batch, block_size: int, group: int) -> StepTable:
+    width = max([len(s.block_ids[group]) for s in batch.sequences])
+    block_table: list[int] = []
+    slots: list[int] = []
+    for sequence in batch.sequences:
+        blocks, start = sequence.block_ids[group], sequence.start
+        end = start + sequence.num_new_tokens
+        block_table += blocks
+        block_table += [0] * (width - len(blocks))
+        for n in range(start // block_size, -(-end // block_size)):
+            ahead = (blocks[n] - n) * block_size
+            slots += range(max(start, n * block_size) + ahead, min(end, (n + 1) * block_size) + ahead)
+    return StepTable(slots, block_table)
 
 
 def _state_of(sequence: ScheduledSequence) -> StateStep:
@@ -118,6 +133,8 @@ class ModelRunner:
         self.states = states
         #: Of the last step.
         self._state_inputs: StateInputs | None = None
+        #: Blocks have the same tokens and order in all groups.
+        self._shape = pool.groups[0].shape
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
@@ -132,7 +149,7 @@ class ModelRunner:
         self._graphs = DecodeGraphs(
             self.decoder, self.pool, space.graph_attention, space.graph_inputs, space.graph_logits
         )
-        self._graphs.capture(capture, ModelInputs.of(step_inputs(idle, self.pool.shape.block_size)))
+        self._graphs.capture(capture, ModelInputs.of(step_inputs(idle, self._shape.block_size)))
 
     def execute(
         self,
@@ -149,13 +166,15 @@ class ModelRunner:
         if batch.copies:
             with torch.inference_mode():
                 self.pool.copy(batch.copies)
-        step = step_inputs(batch, self.pool.shape.block_size)
+        step = step_inputs(batch, self._shape.block_size)
         logits_rows = _logits_rows(batch)
         if self.workspace is None:
-            self.pool.will_use(max([max(s.block_ids[0]) for s in batch.sequences]))
+            for g, group in enumerate(self.pool.groups):
+                group.will_use(max([max(s.block_ids[g]) for s in batch.sequences]))
             is_scoring = on_prompt_logits is not None and any(s.scored_positions for s in batch.sequences)
-            if self.decoder.is_batch_invariant and on_layer_done is None and not is_scoring:
-                interleaved = self.pool.shape.interleaved
+            is_whole = on_layer_done is None and not is_scoring and not step.more_tables
+            if self.decoder.is_batch_invariant and is_whole:
+                interleaved = self._shape.interleaved
                 done = self.decoder.step(step, logits_rows, self.pool.caches, interleaved=interleaved)
                 return StepLogits(*done)
         return StepLogits(self._forward(batch, step, logits_rows, on_layer_done, on_prompt_logits))
@@ -191,7 +210,7 @@ class ModelRunner:
             rows = torch.tensor(logits_rows, dtype=torch.int64)
         else:
             static, attention = self.workspace.inputs, self.workspace.attention
-            static.load(inputs, self.pool.scratch_slot, logits_rows)
+            static.load(inputs, self.pool.groups[0].scratch_slot, logits_rows)
             inputs = static.view(batch.num_tokens, len(batch.sequences))
             rows = static.logits_rows(len(logits_rows))
         hidden = self.decoder.forward(
@@ -199,7 +218,7 @@ class ModelRunner:
             self.pool.caches,
             on_layer_done,
             attention=attention,
-            interleaved=self.pool.shape.interleaved,
+            interleaved=self._shape.interleaved,
         )
         if on_prompt_logits is not None:
             self._score_prompts(batch, hidden, on_prompt_logits)
@@ -221,17 +240,19 @@ class ModelRunner:
         verified, one per sampling sequence."""
         if states is not None:
             self._replay(batch, paths, states)
-        src: list[int] = []
-        dst: list[int] = []
         sampling = [s for s in batch.sequences if s.samples]
-        for sequence, path in zip(sampling, paths, strict=True):
-            for k, node in enumerate(path):
-                if node != k:
-                    src.append(self._slot(sequence, node))
-                    dst.append(self._slot(sequence, k))
-        if src:
-            with torch.inference_mode():
-                self.pool.move(src, dst)
+        moves = [
+            (sequence, node, k)
+            for sequence, path in zip(sampling, paths, strict=True)
+            for k, node in enumerate(path)
+            if node != k
+        ]
+        if not moves:
+            return
+        with torch.inference_mode():
+            for g, group in enumerate(self.pool.groups):
+                src = [self._slot(g, sequence, node) for sequence, node, _ in moves]
+                group.move(src, [self._slot(g, sequence, k) for sequence, _, k in moves])
 
     def _replay(self, batch: Batch, paths: Sequence[Sequence[int]], states: StateSlots) -> None:
         rows: list[int] = []
@@ -249,7 +270,7 @@ class ModelRunner:
             metadata = _state_metadata(steps, torch.tensor(starts, dtype=torch.int32), None)
             self.decoder.replay(self._state_inputs, torch.tensor(rows), metadata)
 
-    def _slot(self, sequence: ScheduledSequence, node: int) -> int:
+    def _slot(self, group: int, sequence: ScheduledSequence, node: int) -> int:
         logical = sequence.start + node
-        size = self.pool.shape.block_size
-        return sequence.block_ids[0][logical // size] * size + logical % size
+        size = self._shape.block_size
+        return sequence.block_ids[group][logical // size] * size + logical % size

@@ -67,7 +67,9 @@ def _sequence(
         draft = DraftTree((0,) * (num_tokens - 1), tuple(range(num_tokens - 1)), ("",) * (num_tokens - 1))
     return ScheduledSequence(
         Request("warm-up", [0] * (1 if draft else num_tokens), sampling),
-        block_ids=((pool.num_blocks,) * -(-num_tokens // pool.shape.block_size),),
+        block_ids=tuple(
+            (group.num_blocks,) * -(-num_tokens // group.shape.block_size) for group in pool.groups
+        ),
         start=0,
         token_ids=(0,) * num_tokens,
         draft=draft,

@@ -29,6 +29,7 @@ from tandem_kernels.decoder_layers import (
     LayerWeights,
     PackedProjection,
     StepInputs,
+    StepTable,
 )
 from tandem_kernels.draw_tokens import draw_token, draw_tokens
 from tandem_kernels.elementwise import NormWeights, activate, add_norm, norm_rows, sigmoid_gate
@@ -99,6 +100,7 @@ __all__ = [
     "SharedMlp",
     "StateMetadata",
     "StepInputs",
+    "StepTable",
     "activate",
     "add_norm",
     "deinterleave",

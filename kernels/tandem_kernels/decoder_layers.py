@@ -57,20 +57,34 @@ class DecoderEnds:
 
 
 @dataclass(frozen=True)
+class StepTable:
+    """Where the keys and values of a step are, in the caches of one group of layers."""
+
+    #: [T]
+    slot_mapping: list[int]
+    #: As in `AttentionMetadata`, but row after row: [B * max_blocks].
+    block_table: list[int]
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """The B sequences of a step, with T new tokens in total; lists, which cost less than small tensors."""
 
     #: [T], as are positions, slots and bits.
     token_ids: list[int]
     positions: list[int]
+    #: These two of the first group of layers, as in `StepTable`.
     slot_mapping: list[int]
-    #: As in `AttentionMetadata`, but row after row: [B * max_blocks].
     block_table: list[int]
     seq_lens: list[int]
     query_start_loc: list[int]
     ancestor_bits: list[int] | None
+    #: Of the other groups.
+    more_tables: tuple[StepTable, ...] = ()
 
     def metadata(self) -> AttentionMetadata:
+        """With the first group's table."""
+
         def int32(values: list[int]) -> torch.Tensor:
             return torch.from_numpy(np.array(values, dtype=np.int32))
 
@@ -174,7 +188,9 @@ class DecoderLayers:
             delta: [T, H] of the weights' dtype, dense: the last layer's contribution, which the next norm
                 adds to hidden; read unless first_layer is 0, and written.
             positions, rotations, slot_mapping: as of `rope_store`.
-            kv_caches: per layer (of all) [num_blocks, 2, Hkv, block_size, D], contiguous, the weights' dtype.
+            kv_caches: per layer (of all) [num_blocks, 2, Hkv, block_size, D], contiguous, the weights' dtype;
+                those of first_layer to end_layer - 1 with one number of blocks, which slot_mapping and
+                metadata are for.
             metadata: the step's sequences.
             interleaved: the caches lie as `interleave` says; blocks are then multiples of 64 tokens.
 
@@ -192,6 +208,7 @@ class DecoderLayers:
                 f"ancestor_bits has shape {list(metadata.ancestor_bits.shape)}, wanted [{num_tokens}]"
             )
         call = self._bind(kv_caches, rotations, interleaved=interleaved)
+        call.attention.num_blocks = kv_caches[first_layer].shape[0]
         call.ends = None
         call.hidden, call.delta = hidden.data_ptr(), delta.data_ptr()
         call.positions, call.slots = positions.data_ptr(), slot_mapping.data_ptr()
@@ -314,7 +331,7 @@ class DecoderLayers:
                 f"{self._head_size}] with Hkv a divisor of {self._num_heads}"
             )
         for n, cache in enumerate(kv_caches):
-            if cache.shape != first.shape or cache.dtype != self.dtype or not cache.is_contiguous():
+            if cache.shape[1:] != first.shape[1:] or cache.dtype != self.dtype or not cache.is_contiguous():
                 raise ValueError(
                     f"kv_caches[{n}] has shape {list(cache.shape)}, strides {list(cache.stride())} and dtype "
                     f"{cache.dtype}, wanted a contiguous {list(first.shape)} of {self.dtype}, as all layers"

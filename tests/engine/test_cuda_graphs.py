@@ -73,7 +73,7 @@ def make_runner(folder: Path, dtype: torch.dtype, num_blocks: int, device: str =
     """Over a cache of random KV, the same for the same sizes; it takes the decoder's inputs as they are."""
     decoder = load_decoder(folder, dtype, device)
     shape = KVShape.of(decoder.spec, BLOCK_SIZE, dtype)
-    pool = KVPool(shape, num_blocks, torch.device(device))
+    pool = KVPool([shape], [num_blocks], torch.device(device))
     generator = torch.Generator().manual_seed(5)
     for cache in pool.caches:
         cache.copy_(torch.randn(cache.shape, generator=generator))
@@ -84,10 +84,10 @@ def with_graphs(
     runner: ModelRunner, limits: StepLimits = LIMITS, capture: Capture | None = None
 ) -> ModelRunner:
     """Over the same decoder and a pool of the same size and contents."""
-    pool = KVPool(runner.pool.shape, runner.pool.num_blocks, runner.device)
+    pool = KVPool([runner.pool.groups[0].shape], [runner.pool.groups[0].num_blocks], runner.device)
     for cache, other in zip(pool.caches, runner.pool.caches, strict=True):
         cache.copy_(other)
-    workspace = make_workspace(runner.decoder, BLOCK_SIZE, pool.shape.dtype, limits, graphs=True)
+    workspace = make_workspace(runner.decoder, BLOCK_SIZE, pool.groups[0].shape.dtype, limits, graphs=True)
     other = ModelRunner(runner.decoder, pool, runner.device, workspace)
     other.capture_graphs(capture or Replays(), idle_batch(pool))
     return other
@@ -183,7 +183,7 @@ def test_padding_rows_write_to_the_scratch_slot_alone(tiny_model: Path) -> None:
     tree = DraftTree((1, 2), (0, 0), ("output",) * 2)
     batch = Batch((sequence(20, tree, list(range(MAX_BLOCKS)), rng),))
     runner.execute(batch)
-    assert runner.pool.scratch_slot // BLOCK_SIZE == MAX_BLOCKS
+    assert runner.pool.groups[0].scratch_slot // BLOCK_SIZE == MAX_BLOCKS
     for cache, old in zip(runner.pool.caches, before, strict=True):
         changed = (cache != old).any(dim=(1, 2, 4)).nonzero().tolist()
         assert changed == [[1, 4], [1, 5], [1, 6], [MAX_BLOCKS, 0]]

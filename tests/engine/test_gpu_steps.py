@@ -108,7 +108,7 @@ def scheduled(
         [SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), SamplingParams(top_k=5)]
     )
     request = Request("r", [1] * (start + (1 if draft else n)), sampling)
-    blocks = tuple(rng.randrange(pool.num_blocks) for _ in range(-(-(start + n) // BLOCK_SIZE)))
+    blocks = tuple(rng.randrange(pool.groups[0].num_blocks) for _ in range(-(-(start + n) // BLOCK_SIZE)))
     return ScheduledSequence(request, (blocks,), start, (1,) * n, draft, samples)
 
 
@@ -141,7 +141,7 @@ def test_nothing_is_compiled_after_the_warm_up(
     space = replace(space, attention=attention, graph_attention=graph_attention)
 
     def make_runner(size: int) -> ModelRunner:
-        pool = KVPool(shape, size, decoder.device)
+        pool = KVPool([shape], [size], decoder.device)
         pool._layers = torch.stack(pool.caches)
         pool.caches = list(pool._layers)
         return ModelRunner(decoder, pool, decoder.device, space)
@@ -325,10 +325,10 @@ SHAPE = KVShape(2, 2, 16, BLOCK_SIZE, torch.bfloat16)
 def fake_engine(drafter: Drafter | None, *, graphs: bool) -> Engine:
     decoder = fake_decoder()
     space: Workspace = make_workspace(decoder, BLOCK_SIZE, SHAPE.dtype, LIMITS, graphs=graphs)
-    pool = KVPool(SHAPE, 200, decoder.device)
+    pool = KVPool([SHAPE], [200], decoder.device)
     runner = ModelRunner(decoder, pool, decoder.device, space)
     runner.capture_graphs(lambda step: step, idle_batch(pool))
-    blocks = BlockManager([BlockGroup(pool.num_blocks)], BLOCK_SIZE, enable_prefix_caching=True)
+    blocks = BlockManager([BlockGroup(pool.groups[0].num_blocks)], BLOCK_SIZE, enable_prefix_caching=True)
     scheduler = Scheduler(
         blocks,
         SchedulerConfig(
@@ -495,7 +495,7 @@ def test_the_pool_takes_the_memory_that_a_measured_step_leaves(
     num_graphs = len(graph_sizes(LIMITS.max_decode_tokens)) if decodes else 0
     assert len(num_captured) == num_graphs
     budget = int(total * utilization) - held - activations - graph_reserve(num_graphs, activations)
-    assert runner.pool.num_blocks == budget // (SHAPE.block_bytes * SHAPE.num_layers) - 1
+    assert runner.pool.groups[0].num_blocks == budget // (SHAPE.block_bytes * SHAPE.num_layers) - 1
     assert memory.calls == [
         "memory_allocated", "reset_peak_memory_stats", "max_memory_allocated", "empty_cache", "mem_get_info"
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from tandem_core.sampling import SamplingParams
 from tandem_engine import model_loader
 from tandem_engine.beam_search import BeamSearch
 from tandem_engine.free_memory import available_bytes
-from tandem_engine.kv_pool import DEFAULT_POOL_BYTES, KVShape
+from tandem_engine.kv_pool import DEFAULT_POOL_BYTES, KVShape, PoolSizes
 from tandem_engine.llm import LLM
 from tandem_engine.memory import MemoryNeed, beam_bytes, fit_pool, step_bytes
 from tandem_engine.models.config import ModelConfig
@@ -33,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 GB = 10**9
 #: An 8B model in bfloat16: 8 MiB for a block of 64 tokens in all layers.
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_size=128, block_size=64, dtype=torch.bfloat16)
+SIZES = PoolSizes((SHAPE,), 16, 512)
 BLOCK = 8 << 20
 BESIDE_KV = MemoryNeed(weights=5 * GB, process=GB // 2, kv=0, kv_tokens=0, step=GB // 2, transfer=GB // 10)
 LONG_PROMPT, LONG_CONTEXT = 16_384, 20_000
@@ -42,7 +43,7 @@ _ON_DEMAND = 60 << 20
 
 def fit(**settings: int) -> tuple[int, MemoryNeed]:
     defaults = {"num_blocks": 0, "context": 131_072, "max_model_len": 0, "memory_bytes": 20 * GB}
-    return fit_pool(SHAPE, BESIDE_KV, **{**defaults, **settings})
+    return fit_pool(SIZES, BESIDE_KV, **{**defaults, **settings})
 
 
 def test_the_default_pool_leaves_memory_to_others() -> None:
@@ -58,9 +59,9 @@ def test_shared_text_is_counted_and_leaves_less_for_the_pool() -> None:
     assert need.private == BESIDE_KV.private + 2 * GB
     assert "shared text 2.00" in str(need)
     settings = {"num_blocks": 0, "context": 131_072, "max_model_len": 0, "memory_bytes": 4 * GB}
-    assert fit_pool(SHAPE, need, **settings)[0] == (4 * GB - need.private) // 2 // BLOCK
+    assert fit_pool(SIZES, need, **settings)[0] == (4 * GB - need.private) // 2 // BLOCK
     with pytest.raises(CapacityError, match="--shared-text-bytes"):
-        fit_pool(SHAPE, need, **{**settings, "memory_bytes": 2 * GB})
+        fit_pool(SIZES, need, **{**settings, "memory_bytes": 2 * GB})
 
 
 def test_the_pool_holds_the_context_that_was_asked_for() -> None:

@@ -65,9 +65,9 @@ def test_no_thread_starts_while_enough_memory_is_ahead() -> None:
 
 def test_prefaulting_leaves_written_blocks_unchanged() -> None:
     shape = KVShape(num_layers=2, num_kv_heads=1, head_size=16, block_size=16, dtype=torch.float32)
-    pool = KVPool(shape, 40, torch.device("cpu"))
+    pool = KVPool([shape], [40], torch.device("cpu"))
     payload = np.random.default_rng(1).bytes(2 * shape.block_bytes)
     pool.scatter(1, [39, 3], memoryview(payload))
-    pool.will_use(39)
+    pool.groups[0].will_use(39)
     assert pool.gather(1, [39, 3]).tobytes() == payload
     assert not pool.gather(0, [39, 3]).any()

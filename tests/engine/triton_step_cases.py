@@ -83,7 +83,7 @@ def test_eager_and_graph_steps_compute_what_the_cpu_does(extras: str) -> None:
     dtype = torch.int8 if "scales" in extras else torch.float32
     shape = KVShape.of(decoder.spec, BLOCK_SIZE, dtype)
     generator = torch.Generator().manual_seed(2)
-    pool, other = (KVPool(shape, LIMITS.max_seqs * BLOCKS_EACH, CPU) for _ in range(2))
+    pool, other = (KVPool([shape], [LIMITS.max_seqs * BLOCKS_EACH], CPU) for _ in range(2))
     for cache, copy in zip(pool.caches, other.caches, strict=True):
         cache.copy_(torch.randn(cache.shape, generator=generator) * (30 if dtype == torch.int8 else 1))
         copy.copy_(cache)
@@ -117,7 +117,7 @@ def test_softcap_and_sinks_change_the_result() -> None:
     for extras in ("plain", "softcap", "sinks"):
         decoder = make_decoder(extras)
         shape = KVShape.of(decoder.spec, BLOCK_SIZE, torch.float32)
-        pool = KVPool(shape, LIMITS.max_seqs * BLOCKS_EACH, CPU)
+        pool = KVPool([shape], [LIMITS.max_seqs * BLOCKS_EACH], CPU)
         for cache in pool.caches:
             cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(2)))
         results.append(ModelRunner(decoder, pool, CPU).execute(batch).values)

@@ -24,7 +24,7 @@ from tandem_decode.settings import DecodeSettings
 from tandem_drafting.drafter import drafter_for
 from tandem_engine.batch import Batch
 from tandem_engine.gpu_block_store import GpuBlockStore
-from tandem_engine.kv_pool import KVPool, KVShape
+from tandem_engine.kv_pool import GroupPool, KVShape
 from tandem_engine.llm import LLM
 from tandem_engine.runner import ModelRunner
 from tandem_prefill.main import open_pod as open_prefill
@@ -58,14 +58,14 @@ async def run(fleet: Fleet, message) -> tuple[list[int], common_pb2.Receipt]:
 def delayed_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SlowStreams]]:
     """Pools copy for transfers as on a GPU: later, on a stream of their own, through few slots."""
     devices: list[SlowStreams] = []
-    make = KVPool.__init__
+    make = GroupPool.__init__
 
-    def init(pool: KVPool, shape: KVShape, num_blocks: int, device: torch.device) -> None:
+    def init(pool: GroupPool, shape: KVShape, num_blocks: int, device: torch.device) -> None:
         make(pool, shape, num_blocks, device)
         devices.append(SlowStreams())
         pool._gpu = GpuBlockStore(pool.caches, devices[-1], shape.block_bytes * 2, num_slots=3)
 
-    monkeypatch.setattr(KVPool, "__init__", init)
+    monkeypatch.setattr(GroupPool, "__init__", init)
     yield devices
     for device in devices:
         device.close()

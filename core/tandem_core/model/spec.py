@@ -296,6 +296,17 @@ class ModelSpec:
             for (kind, parts, window), layers in grouped.items()
         )
 
+    def kv_groups(self) -> tuple[CacheGroup, ...]:
+        """The groups that keep keys and values; their layers are indices into `attentions`."""
+        groups = self.cache_groups()
+        states = {layer for group in groups if group.kind is CacheKind.STATE for layer in group.layers}
+        number = {layer: n for n, layer in enumerate(n for n in range(len(self.cached)) if n not in states)}
+        return tuple(
+            replace(group, layers=tuple(number[layer] for layer in group.layers))
+            for group in groups
+            if group.kind is not CacheKind.STATE
+        )
+
     @cached_property
     def hash(self) -> str:
         """32 hex digits, equal in every process for specs that are equal except for max_len: that changes

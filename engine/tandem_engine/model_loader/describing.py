@@ -77,7 +77,7 @@ def describe(folder: Path) -> ModelDescription:
         step_bytes=round(read),
         kv_bytes_per_token=shape.num_layers * shape.block_bytes // _BLOCK_SIZE,
         working_bytes=step,
-        transfer_bytes=transfer_bytes(shape, _LIMITS.max_seqs),
+        transfer_bytes=transfer_bytes([shape], _LIMITS.max_seqs),
     )
 
 

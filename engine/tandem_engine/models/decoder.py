@@ -53,6 +53,15 @@ from tandem_engine.models.rope import rotation_table
 
 
 @dataclass(frozen=True)
+class GroupInputs:
+    """Where a step's keys and values are in the caches of a group of layers."""
+
+    #: [T] int64: block_id * block_size + offset that receives each token's key and value.
+    slot_mapping: Tensor
+    attention: AttentionMetadata
+
+
+@dataclass(frozen=True)
 class ModelInputs:
     """The tensors of one step: B sequences with T new tokens in total, sequence after sequence."""
 
@@ -60,18 +69,38 @@ class ModelInputs:
     input_ids: Tensor
     #: [T] int64: each token's position in the text, below max_model_len.
     positions: Tensor
-    #: [T] int64: block_id * block_size + offset that receives each token's key and value.
+    #: These two of the first group of layers (`ModelSpec.kv_groups`), or of all layers.
     slot_mapping: Tensor
     attention: AttentionMetadata
+    #: Of the other groups, if layers have pools and block tables by group.
+    more_groups: tuple[GroupInputs, ...] = ()
     #: None: no layer has a recurrent state.
     states: StateInputs | None = None
 
     @classmethod
     def of(cls, step: StepInputs) -> ModelInputs:
         """As CPU tensors."""
-        per_token = np.array([step.token_ids, step.positions, step.slot_mapping], dtype=np.int64)
-        input_ids, positions, slot_mapping = torch.from_numpy(per_token).unbind()
-        return cls(input_ids, positions, slot_mapping, step.metadata())
+        tables = [table.slot_mapping for table in step.more_tables]
+        per_token = np.array([step.token_ids, step.positions, step.slot_mapping, *tables], dtype=np.int64)
+        input_ids, positions, slot_mapping, *more = torch.from_numpy(per_token).unbind()
+        metadata = step.metadata()
+        more_groups = [
+            GroupInputs(
+                slots,
+                replace(
+                    metadata,
+                    block_table=torch.from_numpy(np.array(table.block_table, dtype=np.int32)).view(
+                        len(step.seq_lens), -1
+                    ),
+                ),
+            )
+            for slots, table in zip(more, step.more_tables, strict=True)
+        ]
+        return cls(input_ids, positions, slot_mapping, metadata, tuple(more_groups))
+
+    @property
+    def groups(self) -> tuple[GroupInputs, ...]:
+        return GroupInputs(self.slot_mapping, self.attention), *self.more_groups
 
 
 @dataclass(frozen=True)
@@ -147,8 +176,11 @@ class Decoder:
             weights.weight("lm_head") if weights.has("lm_head") else self.embed_tokens,
             tensors.get("lm_head.bias"),
         )
-        head_sizes = {a.k_dim for a in spec.attentions}
-        self._attention = {size: make_attention(self.dtype, size, self.device) for size in head_sizes}
+        groups = spec.kv_groups()
+        self._group_of = {layer: g for g, group in enumerate(groups) for layer in group.layers}
+        # One for each group and head size, since each keeps a step's plan.
+        keys = {(self._group_of[n], a.k_dim) for n, a in enumerate(spec.attentions)}
+        self._attention = {key: make_attention(self.dtype, key[1], self.device) for key in keys}
         self._compiled = self._compile()
 
     def _build(self, weights: Weights) -> Iterator[DecoderSublayer]:
@@ -244,9 +276,10 @@ class Decoder:
         hidden = self._embed(inputs)
         if self._compiled is not None:
             delta = torch.empty_like(hidden, dtype=self.dtype)
-            # Layer by layer only for a listener.
+            # Layer by layer only for a listener, or for block tables by group.
             num_layers = len(self.spec.cached)
-            step = num_layers if on_layer_done is None else 1
+            step = num_layers if on_layer_done is None and not inputs.more_groups else 1
+            groups = self._groups_of_layers(inputs)
             for first in range(0, num_layers, step):
                 self._compiled.run(
                     first,
@@ -256,18 +289,32 @@ class Decoder:
                     inputs.positions,
                     self._rotations,
                     kv_caches,
-                    inputs.slot_mapping,
-                    inputs.attention,
+                    groups[first].slot_mapping,
+                    groups[first].attention,
                     interleaved=interleaved,
                 )
                 if on_layer_done is not None:
                     on_layer_done(first)
             return add_norm(hidden, delta, self._norm, self.dtype)
+        groups = self._groups_of_layers(inputs)
+        if attention is not None and inputs.more_groups:
+            raise InvariantError("a backend of the caller's plans for one group of layers")
         backends = self._attention if attention is None else dict.fromkeys(self._attention, attention)
-        for backend in backends.values():
-            backend.prepare(inputs.attention)
-        mixer_inputs = MixerInputs(inputs.positions, inputs.slot_mapping, kv_caches, backends, inputs.states)
+        for (g, _), backend in backends.items():
+            backend.prepare(inputs.groups[g].attention if inputs.more_groups else inputs.attention)
+        mixer_inputs = MixerInputs(
+            inputs.positions,
+            [group.slot_mapping for group in groups],
+            kv_caches,
+            [backends[self._group_of[n], a.k_dim] for n, a in enumerate(self.spec.attentions)],
+            inputs.states,
+        )
         return self._interpret(hidden, mixer_inputs, on_layer_done)
+
+    def _groups_of_layers(self, inputs: ModelInputs) -> list[GroupInputs]:
+        """Of each layer with attention."""
+        groups = inputs.groups
+        return [groups[self._group_of[n] if inputs.more_groups else 0] for n in sorted(self._group_of)]
 
     def _embed(self, inputs: ModelInputs) -> Tensor:
         """[T, H] float32"""

@@ -55,11 +55,12 @@ class MixerInputs:
 
     #: [T] int64.
     positions: Tensor
-    slot_mapping: Tensor
+    #: Of the group of each layer with attention.
+    slot_mapping: Sequence[Tensor]
     #: Per layer with attention [num_blocks, 2, Hkv, block_size, D].
     kv_caches: Sequence[Tensor]
-    #: By head size, prepared for the step.
-    attention: Mapping[int, Attention]
+    #: Of each layer with attention, prepared for the step.
+    attention: Sequence[Attention]
     #: None: no layer has a recurrent state.
     states: StateInputs | None = None
 
@@ -135,7 +136,7 @@ class AttentionMixer:
             inputs.positions,
             self.rotations,
             cache,
-            inputs.slot_mapping,
+            inputs.slot_mapping[self._cache],
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             v_norm=self._v_norm,
@@ -148,7 +149,7 @@ class AttentionMixer:
             steps = torch.floor(inputs.positions / growth.original_max_len)
             factors = 1 + growth.beta * torch.log1p(steps)
             query.mul_(factors.view(-1, 1, 1).to(query.dtype))
-        attended = inputs.attention[a.k_dim].run(query, cache, self.layer)
+        attended = inputs.attention[self._cache].run(query, cache, self.layer)
         if self._gate is not None:
             attended = sigmoid_gate(attended, self._gate(x))
         return self.o(attended.view(-1, a.heads * a.v_dim))
