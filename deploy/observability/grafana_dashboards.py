@@ -33,7 +33,7 @@ _RATE = "$__rate_interval"
 @dataclass(frozen=True)
 class Query:
     expr: str
-    #: Of one series; {{label}} is replaced.
+    #: Name of each series; {{label}} is replaced.
     legend: str = ""
 
 

@@ -56,6 +56,17 @@ async def test_a_hint_changes_the_prompt_of_a_model_that_reasons(pods, gateway, 
     assert await count(**both) == without
 
 
+async def test_a_repeated_answer_names_the_ignored_hints_too(pods, gateway):
+    front = await gateway(await pods())
+    body = {"messages": USER, "reasoning_effort": "low", "colour": "blue"}
+    answers = [
+        await front.http.post(CHAT, json=body, headers={"idempotency-key": "k"} if key else {})
+        for key in (False, True, True)
+    ]
+    assert answers[1].json()["id"] == answers[2].json()["id"]
+    assert {answer.headers["x-tandem-ignored"] for answer in answers} == {"colour, reasoning_effort"}
+
+
 async def test_a_cache_salt_reaches_the_pod_and_the_routing(pods, gateway):
     pod = await pods()
     front = await gateway(pod)

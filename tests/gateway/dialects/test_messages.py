@@ -170,6 +170,13 @@ async def test_tokens_are_counted_without_an_answer(pods, gateway, tmp_path):
     assert wrong.status_code == 400 and wrong.json()["error"]["type"] == "invalid_request_error"
 
 
+async def test_the_tokens_of_a_chat_over_the_context_are_counted(pods, gateway):
+    front = await gateway(await pods())
+    long = {"messages": [{"role": "user", "content": "the order " * 200}]}
+    counted = await front.http.post("/v1/messages/count_tokens", json=long)
+    assert counted.json()["input_tokens"] > 256, "the context"
+
+
 async def _prompt(front, messages, **more):
     """The number of tokens of a chat's prompt."""
     counted = await front.http.post("/tokenize", json={"messages": messages, **more})

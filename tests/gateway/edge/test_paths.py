@@ -60,11 +60,17 @@ async def test_an_unknown_path_gets_an_error_with_a_hint(method, path, words, po
 async def test_another_method_is_refused_with_those_of_the_path(pods, gateway):
     front = await gateway(await pods())
     for method, path, allowed in (
-        ("GET", "/v1/chat/completions", "POST"), ("POST", "/v1/models", "GET"), ("PUT", "/fleet/", "GET"),
+        ("GET", "/v1/chat/completions", "POST"), ("POST", "/v1/models/a", "GET"), ("PUT", "/fleet/", "GET"),
     ):  # fmt: skip
         answer = await front.http.request(method, path)
         assert answer.status_code == 405 and answer.headers["allow"] == allowed
         assert f"use {allowed}" in answer.json()["error"]["message"]
+
+
+async def test_the_models_answer_head_without_a_body(pods, gateway):
+    front = await gateway(await pods())
+    answer = await front.http.head("/v1/models")
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 async def test_a_key_counts_in_either_header_on_every_path(pods, gateway, keys_file):

@@ -45,7 +45,6 @@ async def test_a_prompt_longer_than_the_context_is_counted(front):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": 1}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "messages"),
-        ("/tokenize", {"prompt": "a", "add_special": True}, "add_special"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [{"role": "king", "content": ""}]}, "messages[0].role"),
@@ -56,13 +55,22 @@ async def test_a_prompt_longer_than_the_context_is_counted(front):
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [10**30]}, "tokens"),
         ("/detokenize", {"tokens": [1] * 257}, "tokens"),
-        ("/detokenize", {"tokens": [1], "skip": True}, "skip"),
     ],
 )
 async def test_wrong_fields_are_refused_by_name(front, path, body, field):
     answer = await front.http.post(path, json=body)
     assert answer.status_code == (404 if field == "model" else 400), answer.text
     assert answer.json()["error"]["param"] == field
+
+
+async def test_unknown_fields_are_ignored_and_named(pods, gateway):
+    pod = await pods()
+    front, strict = await gateway(pod), await gateway(pod, strict_fields=True)
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+        answer = await front.http.post(path, json={**body, "add_special": True})
+        assert (answer.status_code, answer.headers["x-tandem-ignored"]) == (200, "add_special")
+        refused = await strict.http.post(path, json={**body, "add_special": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special")
 
 
 async def test_tokenizing_requires_a_key_if_answers_do(pods, gateway, keys_file):

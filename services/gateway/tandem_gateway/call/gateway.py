@@ -168,6 +168,28 @@ class Gateway:
         """
         current().stage("tokenize")
         self.check_model(received.model)
+        token_ids = await self.encode_chat(received, messages, choice, options)
+        received = self._forms.with_sampling(received, choice)
+        request = self._tokenized(received, token_ids, field="messages")
+        content = request.sampling.guide
+        fault = partial(self._guides.fault, received.caller)
+        guide = await self._forms.guide(choice, content, token_ids, fault)
+        form = self._forms.of(choice, token_ids, is_guided=guide is not content)
+        request = dataclasses.replace(request, form=form)
+        if guide is not content:
+            sampling = dataclasses.replace(request.sampling, guide=guide)
+            request = dataclasses.replace(request, sampling=sampling)
+        return await self._with_checked_guide(received, request)
+
+    async def encode_chat(
+        self,
+        received: ReceivedRequest,
+        messages: Sequence[Message],
+        choice: ToolChoice = NO_TOOLS,
+        options: ChatOptions = DEFAULT_OPTIONS,
+    ) -> list[int]:
+        """Renders and tokenizes a chat, which may exceed the context. The tools of `choice` replace those in
+        `options`. Raises InvalidRequestError, OverloadedError."""
         if not messages:
             raise InvalidRequestError("messages", "is empty; send at least one message")
         if len(messages) > MAX_MESSAGES:
@@ -179,8 +201,7 @@ class Gateway:
         if options.template_arguments:
             texts.append(json.dumps(options.template_arguments, ensure_ascii=False))
         options = dataclasses.replace(options, tools=choice.tools)
-        received = self._forms.with_sampling(received, choice)
-        token_ids = await self._encode(
+        return await self._encode(
             received,
             texts,
             "messages",
@@ -188,16 +209,6 @@ class Gateway:
                 messages, options, cache=self._pieces, tenant=received.caller.tenant
             ),
         )
-        request = self._tokenized(received, token_ids, field="messages")
-        content = request.sampling.guide
-        fault = partial(self._guides.fault, received.caller)
-        guide = await self._forms.guide(choice, content, token_ids, fault)
-        form = self._forms.of(choice, token_ids, is_guided=guide is not content)
-        request = dataclasses.replace(request, form=form)
-        if guide is not content:
-            sampling = dataclasses.replace(request.sampling, guide=guide)
-            request = dataclasses.replace(request, sampling=sampling)
-        return await self._with_checked_guide(received, request)
 
     async def prepare_text(self, received: ReceivedRequest, text: str) -> TokenizedRequest:
         """Checks and tokenizes a plain text. Raises InvalidRequestError, ForbiddenError."""

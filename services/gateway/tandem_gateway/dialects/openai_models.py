@@ -82,7 +82,7 @@ class _CommonBody(_SamplingBody):
     truncate_prompt_tokens: int | None = None
     """Uses this many of the prompt's last tokens; -1: as many as leave room for max_tokens."""
     add_special_tokens: bool | None = None
-    """Of completions: false adds no token before the prompt."""
+    """For completions: false adds no token before the prompt."""
     detokenize: bool | None = None
     return_token_ids: bool | None = None
     """The answer has the token ids of prompt and output."""

@@ -120,6 +120,8 @@ class Codec:
 
     method: MethodDescriptor
     name: str
+    #: Whether unknown fields of JSON are refused. Those of the binary format never are.
+    is_strict: bool = False
 
     async def decode(self, raw: bytes) -> Message:
         """Raises MalformedRequestError."""
@@ -127,7 +129,7 @@ class Codec:
         try:
             if self.name == "proto":
                 return kind.FromString(raw)
-            parse = partial(json_format.Parse, raw, kind())
+            parse = partial(json_format.Parse, raw, kind(), ignore_unknown_fields=not self.is_strict)
             return await asyncio.to_thread(parse) if len(raw) > _LONG_BYTES else parse()
         except (DecodeError, json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedRequestError(
@@ -188,7 +190,7 @@ class ConnectApi:
         if not content_type.startswith(prefix) or name not in _CODECS:
             accepted = ", ".join(prefix + codec for codec in _CODECS)
             return Response(status_code=415, headers={"accept-post": accepted})
-        codec = Codec(method, name)
+        codec = Codec(method, name, is_strict=self._gateway.settings.strict_fields)
         if method.server_streaming:
             return _StreamResponse(self, codec, handler, request)
         return await self._unary(codec, handler, request)

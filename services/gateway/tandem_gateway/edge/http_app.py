@@ -60,7 +60,7 @@ _SHOWN_HEADERS = (
 #: nginx's status for a client that left, which never receives it.
 _CLIENT_CLOSED_REQUEST = 499
 #: Paths that support HEAD; others answer it with 405.
-_HEAD_PATHS = frozenset({"/", "/health", "/ping"})
+_HEAD_PATHS = frozenset({"/", "/health", "/ping", "/v1/models"})
 
 
 class RequestIdMiddleware:

@@ -29,6 +29,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tandem_core.errors import InvalidRequestError, quoted
+from tandem_core.model.conversation import ChatOptions
 from tandem_core.slo import LONGEST_OBJECTIVE_S, SloTarget
 from tandem_proto.v1 import decode_pb2
 from tandem_service.tasks import end_tasks
@@ -53,6 +54,7 @@ from tandem_gateway.edge.http_stream import EventStream, until_disconnect
 from tandem_gateway.edge.request_body import max_body_bytes, read_body
 from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest, with_seed
+from tandem_gateway.tools.choice import ToolChoice
 
 AnyBody: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody
 _DIALECTS: tuple[tuple[str, type[AnyBody], type[Renderer]], ...] = (
@@ -182,6 +184,8 @@ class OpenAiApi:
             limits = self._gateway.settings.tenant_limits(caller)
             joined = await self._answers.join(caller.tenant, key, digest, limits)
             if joined is not None:
+                if isinstance(body, ChatBody):
+                    self._chat_options(body, ignored)
                 return joined, is_streamed
         with _naming(body.sent_names, body_kind.field_names):
             sampling = with_seed(body.given_sampling())
@@ -228,8 +232,7 @@ class OpenAiApi:
     ) -> list[TokenizedRequest]:
         """The requests, one for each prompt."""
         if isinstance(body, ChatBody):
-            options = body.chat_options(self._gateway.tokenizer.template_variables, ignored)
-            tools = body.chosen_tools(ignored)
+            tools, options = self._chat_options(body, ignored)
             return [await self._gateway.prepare_chat(received, body.chat_messages(), tools, options)]
         return [
             await (
@@ -239,6 +242,11 @@ class OpenAiApi:
             )
             for prompt in body.prompts()
         ]
+
+    def _chat_options(self, body: ChatBody, ignored: Ignored) -> tuple[ToolChoice, ChatOptions]:
+        """Adds the fields of templates and tools that have no effect to `ignored`."""
+        options = body.chat_options(self._gateway.tokenizer.template_variables, ignored)
+        return body.chosen_tools(ignored), options
 
 
 @contextmanager

@@ -48,8 +48,9 @@ class TokenizeBody(JsonBody):
         """The chat, or None for a prompt. Raises InvalidRequestError."""
         fields: dict[str, Any] = dict(self.model_extra or {})
         if self.prompt is not None:
-            if fields:
-                raise InvalidRequestError(next(iter(fields)), "does not go with prompt; leave it out")
+            if "messages" in fields:
+                raise InvalidRequestError("messages", "does not go with prompt; leave it out")
+            ignored.unknown("", fields)
             return None
         if "messages" not in fields:
             raise InvalidRequestError("prompt", "is missing; send prompt or messages")
@@ -61,7 +62,7 @@ class TokenizeBody(JsonBody):
 
 
 class DetokenizeBody(JsonBody):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     model: str | None = None
     tokens: list[int]
@@ -121,8 +122,7 @@ class TokenizeApi:
         )  # fmt: skip
         options = chat.chat_options(self._gateway.tokenizer.template_variables, ignored)
         tools = chat.chosen_tools(ignored)
-        prepared = await self._gateway.prepare_chat(received, chat.chat_messages(), tools, options)
-        return list(prepared.prompt_token_ids)
+        return await self._gateway.encode_chat(received, chat.chat_messages(), tools, options)
 
     async def _count_tokens(self, request: Request) -> JSONResponse:
         """Counts the tokens of a prompt, as in Anthropic's API."""
@@ -143,6 +143,7 @@ class TokenizeApi:
 
     async def _detokenize(self, request: Request) -> JSONResponse:
         async with self._body(request, DetokenizeBody) as (_, body):
+            self._ignored(request).unknown("", body.model_extra)
             manifest, tokens = self._gateway.manifest, body.tokens
             if len(tokens) > manifest.max_model_len:
                 raise InvalidRequestError(
