@@ -173,6 +173,20 @@ async def test_hints_are_ignored_and_named_in_a_header_or_refused_by_name(pods, 
     assert plain.status_code == 200 and "x-tandem-ignored" not in plain.headers
 
 
+@pytest.mark.parametrize("api", APIS)
+async def test_a_whole_number_may_have_a_fraction_of_zero(pods, gateway, api):
+    pod = await pods()
+    front = await gateway(pod)
+    length = {"response": "max_output_tokens"}.get(api, "max_tokens")
+    body = {**APIS[api][2], "stream": False, length: 5.0}
+    assert (await front.http.post(PATHS[api], json=body)).status_code == 200
+    assert pod.requests[0].sampling.max_tokens == 5
+    for wrong in (5.5, "5", True, 1e400):
+        content = json.dumps({**body, length: wrong}).replace("Infinity", "1e400")
+        refused = await front.http.post(PATHS[api], content=content)
+        assert (refused.status_code, refused.json()["error"].get("param", length)) == (400, length)
+
+
 async def test_unknown_fields_within_a_chat_are_named_once(pods, gateway):
     front = await gateway(await pods())
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "odd": 1}
