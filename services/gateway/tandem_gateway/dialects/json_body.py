@@ -20,7 +20,8 @@ def _adapt(schema: Any) -> None:
         for part in schema:
             _adapt(part)
     elif isinstance(schema, dict):
-        kind, inner = schema.get("type"), schema.get("schema")
+        kind: object = schema.get("type")
+        inner: Any = schema.get("schema")
         if kind in ("list", "tuple", "dict"):
             schema["fail_fast"] = True
         # Not in lists: a call per token id would be slow.
