@@ -17,7 +17,7 @@ from quantized_checkpoints import FORMATS, Format, awq, gptq, mxfp4_groups, nf4,
 from safetensors.torch import load_file, save_file
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
-from tandem_engine.model_loader import ensure_weights, load_decoder, pull
+from tandem_engine.model_loader import describe, ensure_weights, load_decoder, pull
 from tandem_engine.model_loader.convert import open_source, quantized_bits
 from tandem_engine.model_loader.loading import pick_numerics
 from tandem_engine.model_loader.stored import Dense, Grid, Groups, Lut, byte_table, pack, pick_packing
@@ -207,6 +207,9 @@ def test_pull_reads_the_checkpoint(
     assert "14 weights of AWQ 4 bits/64 dequantized to float32" in caplog.text
     ensure_weights(folder, torch.float32, packed=True, quantization=Quantization.W4A8)
     assert "14 weights of AWQ 4 bits/64 kept as INT4" in caplog.text
+    shown = describe(folder)
+    assert "AWQ 4 bits/64" in {found.kind for found in shown.formats}
+    assert shown.num_parameters == sum(tensor.numel() for tensor in weights().values())
 
 
 def change_config(**changes: Any) -> Callable[[Path], None]:

@@ -14,6 +14,7 @@ from tandem_kernels import runs_packed
 
 from tandem_engine.kv_pool import KVShape
 from tandem_engine.memory import step_bytes, transfer_bytes
+from tandem_engine.model_loader.checkpoints.source import QuantizedSource
 from tandem_engine.model_loader.convert import file_tensors, open_source
 from tandem_engine.model_loader.description import ModelDescription, StoredFormat
 from tandem_engine.model_loader.gguf_file import open_all
@@ -31,7 +32,6 @@ _BLOCK_SIZE, _LIMITS = 64, StepLimits(max_tokens=512, max_seqs=16, max_decode_to
 class _Tensor(NamedTuple):
     name: str
     kind: str
-    num_elements: int
     num_bytes: int
 
 
@@ -42,14 +42,17 @@ def describe(folder: Path) -> ModelDescription:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     numerics = pick_numerics(folder, device=str(device))
     form = WeightForm(numerics.dtype, runs_packed(numerics.dtype, device), numerics.quantization)
-    source = _source_tensors((folder / manifest.weights).resolve())
+    path = (folder / manifest.weights).resolve()
+    opened = open_source(path)
+    formats_of = opened.formats_of if isinstance(opened, QuantizedSource) else {}
+    source = [t._replace(kind=formats_of.get(t.name, t.kind)) for t in _source_tensors(path)]
     kinds = {tensor.kind for tensor in source}
     formats = [
         StoredFormat(kind, len(same), sum(t.num_bytes for t in same))
         for kind in kinds
         if (same := [t for t in source if t.kind == kind])
     ]
-    in_file = file_tensors(config, open_source((folder / manifest.weights).resolve()), form)
+    in_file = file_tensors(config, opened, form)
     # All but the embedding, of which a step reads one row, unless it is the head too.
     read = sum(
         t.num_bytes * share_read(spec, name)
@@ -68,7 +71,7 @@ def describe(folder: Path) -> ModelDescription:
     return ModelDescription(
         manifest=manifest,
         formats=tuple(sorted(formats, key=lambda f: -f.num_bytes)),
-        num_parameters=sum(t.num_elements for t in source),
+        num_parameters=sum(prod(opened.shape(name)) for name in opened.names()),
         dtype=str(form.dtype).removeprefix("torch."),
         quantization=form.quantization.value,
         packed=form.packed,
@@ -85,7 +88,7 @@ def _source_tensors(path: Path) -> list[_Tensor]:
     if path.suffix != ".gguf":
         return [tensor for file in weight_files(path) for tensor in _safetensors(file)]
     found = [tensor for file in open_all(path) for tensor in file.tensors.values()]
-    return [_Tensor(t.name, t.kind.name, prod(t.shape), t.rows.nbytes) for t in found]
+    return [_Tensor(t.name, t.kind.name, t.rows.nbytes) for t in found]
 
 
 def _safetensors(path: Path) -> list[_Tensor]:
@@ -93,7 +96,7 @@ def _safetensors(path: Path) -> list[_Tensor]:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         return [
-            _Tensor(name, t["dtype"], prod(t["shape"]), t["data_offsets"][1] - t["data_offsets"][0])
+            _Tensor(name, t["dtype"], t["data_offsets"][1] - t["data_offsets"][0])
             for name, t in header.items()
             if name != "__metadata__"
         ]

@@ -7,7 +7,8 @@ llama.cpp's quantizer, benchmarks/gguf_quality.py; Student's t with 5 degrees of
 .02):
 
     INT4   0     Q4_0 Q4_1 TQ1_0 TQ2_0    .001 IQ1_S   .005 IQ3_S   .07 IQ3_XXS
-    INT8   0     Q8_0 Q5_0 IQ4_NL MXFP4   .001 IQ2_XXS   .003 IQ4_XS   .14 Q5_1   .15 Q5_K
+    LUT4   0     IQ4_NL MXFP4
+    INT8   0     Q8_0 Q5_0   .001 IQ2_XXS   .003 IQ4_XS   .14 Q5_1   .15 Q5_K
            below .04   Q3_K Q2_K IQ2_XS IQ2_S IQ1_M
 
 In 4 bits Q2_K and IQ1_M would add .22 and .16 of a large error of their own, which costs perplexity.
@@ -21,11 +22,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-from gguf.quants import MXFP4, Q4_K
+from gguf.quants import IQ4_NL, MXFP4, Q4_K
 from numpy.typing import NDArray
 from tandem_kernels import Packing, QuantizedWeight, round_to_grid
 
-from tandem_engine.model_loader.stored import Dense, Grid, Groups, Stored
+from tandem_engine.model_loader.stored import Dense, Grid, Groups, Lut, Stored
 
 _Kind: TypeAlias = GGMLQuantizationType
 _Bytes = NDArray[np.uint8]
@@ -143,12 +144,16 @@ _GRIDS: dict[_Kind, tuple[Packing, Callable[[_Bytes], tuple[_Floats, _Floats]]]]
     _Kind.TQ2_0: (Packing.INT4, _ternary(64)),
     _Kind.Q5_0: (Packing.INT8, lambda blocks: _symmetric(_half(blocks, 0), 128)),
     _Kind.Q8_0: (Packing.INT8, lambda blocks: _symmetric(_half(blocks, 0), 128)),
-    _Kind.IQ4_NL: (Packing.INT8, lambda blocks: _symmetric(_half(blocks, 0), 128)),
     _Kind.IQ4_XS: (Packing.INT8, _iq4_xs),
     _Kind.IQ2_XXS: (Packing.INT8, _iq2_xxs),
     _Kind.IQ2_XS: (Packing.INT8, _iq2(66)),
     _Kind.IQ2_S: (Packing.INT8, _iq2(74)),
-    _Kind.MXFP4: (Packing.INT8, lambda blocks: _symmetric(MXFP4.e8m0_to_fp32_half(blocks[:, :1]), 128)),
+}
+
+#: Formats of 32 codes of 4 bits -> what codes stand for, the bytes before the codes, and scales [blocks, 1].
+_TABLES: dict[_Kind, tuple[tuple[float, ...], int, Callable[[_Bytes], _Floats]]] = {
+    _Kind.IQ4_NL: (tuple(map(float, IQ4_NL.kvalues)), 2, lambda blocks: _half(blocks, 0)),
+    _Kind.MXFP4: (tuple(map(float, MXFP4.kvalues)), 1, lambda b: MXFP4.e8m0_to_fp32_half(b[:, :1])),
 }
 
 
@@ -161,6 +166,8 @@ def grid_of(kind: _Kind) -> Grid | None:
         return Grid(kind.name, Groups, bits, GGML_QUANT_SIZES[kind][0], has_factors=True)
     if kind in _GRIDS:
         return Grid(kind.name, Groups, _GRIDS[kind][0].bits)
+    if kind in _TABLES:
+        return Grid(kind.name, Lut, 4, table=_TABLES[kind][0])
     return Grid(kind.name, Dense, 8)
 
 
@@ -181,6 +188,14 @@ def stored_of(kind: _Kind, rows: _Bytes) -> Stored:
             part.view(len(rows), -1) for part in (made.codes, made.scales, made.minimums)
         )
         return Groups(codes, scales, minimums=minimums, factors=made.factors.view(len(rows), -1, 2))
+    if kind in _TABLES:
+        table, start, scales_of = _TABLES[kind]
+        # The first 16 codes are the lower halves of the bytes.
+        codes = np.concatenate([blocks[:, start:] & 15, blocks[:, start:] >> 4], axis=1)
+        scales = torch.from_numpy(np.array(scales_of(blocks), dtype=np.float32))
+        return Lut(
+            torch.from_numpy(codes).view(len(rows), -1), torch.tensor(table), scales.view(len(rows), -1)
+        )
     values = values_of(kind, rows)
     if kind not in _GRIDS:
         return Dense(values)

@@ -51,6 +51,11 @@ class QuantizedSource:
                 counts[self._tensors.dtype(name)] += prod(self._tensors.shape(name))
         return counts
 
+    @property
+    def formats_of(self) -> dict[str, str]:
+        """The format of the weight that a tensor of the files belongs to."""
+        return {name: m.grid.name for m in self._matrices.values() for name in m.tensors}
+
     def names(self) -> set[str]:
         return self._plain | self._matrices.keys()
 
