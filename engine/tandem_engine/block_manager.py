@@ -352,6 +352,8 @@ class BlockManager:
         """
         table = self._table(request.request_id)
         num_full = request.num_computed_tokens // self.block_size
+        if num_full == table.num_committed and request.num_computed_tokens <= request.num_tokens:
+            return  # most decoding steps
         least = min([len(own) for own in table.groups])
         if request.num_computed_tokens > request.num_tokens or num_full > least:
             raise InvariantError(
@@ -374,7 +376,7 @@ class BlockManager:
         step; False, and nothing changed, when blocks are short."""
         num_blocks = self.blocks_for(num_tokens)
         table = self._tables.get(request.request_id)
-        if not self._windows and table is not None and len(table.groups[0]) >= num_blocks:
+        if table is not None and not self._windows and len(table.groups[0].beams[0]) >= num_blocks:
             return True  # most decoding steps
         return self._extend(request, self._next_step(request, num_tokens), self._no_blocks)
 
@@ -555,9 +557,10 @@ class BlockManager:
         needed = self.blocks_for(num_tokens)
         if needed < table.num_committed:
             raise InvariantError(f"request {request.request_id} would give back verified blocks")
-        for group, own in zip(self._groups, table.groups, strict=True):
-            while len(own) > needed:
-                group.drop([own.beams[0].pop()])
+        for g, own in enumerate(table.groups):
+            block_ids = own.beams[0]
+            while len(block_ids) > needed:
+                self._groups[g].drop([block_ids.pop()])
 
     def free(self, request: Request) -> None:
         """Free all blocks, the last first: eviction then starts at a chain's end, and its beginning, which

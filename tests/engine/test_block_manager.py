@@ -1,12 +1,16 @@
 """Blocks: tables, the prefix cache, eviction order, and the two owners of a block in flight."""
 
+import random
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tandem_core.errors import InvariantError
-from tandem_core.prefix_hash import ChainHash
+from tandem_core.prefix_hash import ChainHash, hash_block, hash_salt
 from tandem_core.sampling import SamplingParams
 from tandem_engine.block_manager import BlockGroup, BlockManager, BlockUsage
+from tandem_engine.block_pool import BlockContent
 from tandem_engine.request import Request
 
 BLOCK = 4
@@ -267,3 +271,47 @@ class TestAudit:
         compute(manager, a)
         manager._main.pool._index.clear()
         assert [f for f in manager.check() if "hash leads elsewhere" in f]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    windows=st.sampled_from([(None, 5), (9, None, 3), (6,), (1, None)]),
+    sizes=st.tuples(st.integers(6, 14), st.integers(6, 14), st.integers(6, 14)),
+)
+def test_a_prefix_is_cached_as_far_as_all_groups_can_go_on(seed, windows, sizes):
+    """Against a search from the longest prefix down."""
+    rng = random.Random(seed)
+    groups = [BlockGroup(size, window) for size, window in zip(sizes, windows, strict=False)]
+    manager = BlockManager(groups, BLOCK, max_step_tokens=8)
+
+    def expected(tokens: list[int]) -> int:
+        contents, parent = [], hash_salt(b"")
+        for start in range(0, (len(tokens) - 1) // BLOCK * BLOCK, BLOCK):
+            part = tuple(tokens[start : start + BLOCK])
+            contents.append(BlockContent(hash_block(parent, part), part))
+            parent = contents[-1].chain_hash
+        for n in range(len(contents), 0, -1):
+            seen = [0 if w is None else max(n * BLOCK - w + 1, 0) // BLOCK for w in windows]
+            if all(
+                manager._groups[g].pool.find(content) is not None
+                for g, first in enumerate(seen)
+                for content in contents[first:n]
+            ):
+                return n * BLOCK
+        return 0
+
+    for i in range(20):
+        stem = [rng.randrange(2)] * rng.choice([0, 4, 9])
+        request = make_request(str(i), [*stem, *(rng.randrange(2) for _ in range(rng.randint(1, 14)))])
+        wanted = expected(request.prompt_token_ids)
+        assert manager.count_cached(request.prompt_token_ids, b"") == wanted
+        assert manager.match_prefix(request) == wanted
+        request.num_computed_tokens = wanted
+        while request.num_computed_tokens < request.num_tokens:
+            assert manager.allocate(request, request.num_tokens)
+            request.num_computed_tokens = min(request.num_computed_tokens + 8, request.num_tokens)
+            manager.commit(request)
+            manager.slide(request)
+        manager.free(request)
+        assert manager.check() == []
