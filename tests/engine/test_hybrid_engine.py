@@ -21,11 +21,13 @@ PROMPTS = prompts(70, 5, 33, 90)
 Texts = dict[tuple[int, ...], list[int]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+@pytest.fixture(scope="module", params=["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.wide)])
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[torch.nn.Module, Path]:
     """transformers' model and our folder of it"""
     home = tmp_path_factory.mktemp("hybrid")
-    model = randomize(VARIANTS["qwen3_5"]())
+    model = randomize(VARIANTS[request.param]())
     save_checkpoint(model, home / "checkpoint")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANDEM_HOME", str(home / "home"))
@@ -36,10 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, P
 def texts(folder: tuple[torch.nn.Module, Path]) -> Texts:
     """What transformers generates."""
     model = folder[0]
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     out: Texts = {}
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        generated = model.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+        mask = torch.ones_like(ids)  # else it leaves out tokens that equal the padding
+        generated = model.generate(ids, attention_mask=mask, max_new_tokens=64, **options)
         out[tuple(prompt)] = generated[0, len(prompt) :].tolist()
     return out
 

@@ -3,8 +3,8 @@
     python tests/helpers/trained_hybrid.py FOLDER [STEPS]
 
 The text is what every Python brings along: the reference of the language (pydoc_data.topics, under Python's
-licence), byte by byte. After 300 steps (10 minutes on two cores) the loss is about 1.6 nats a byte, and the
-model writes words and half sentences of that reference.
+licence), byte by byte. The loss falls from 5.6 to about 2.2 nats a byte in 60 steps: the model has learned
+letters, frequent words and the reference's markup.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from toy_models import save_checkpoint
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-CONTEXT, BATCH, LENGTH = 2048, 8, 192
+CONTEXT, BATCH, LENGTH = 2048, 6, 160
 
 
 def new_model(seed: int = 0) -> Qwen3_5ForCausalLM:
@@ -49,7 +49,7 @@ def training_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def train(folder: Path, steps: int = 300) -> Path:
+def train(folder: Path, steps: int = 60) -> Path:
     """Writes a Hugging Face checkpoint with its tokenizer; returns the folder."""
     model = new_model()
     save_checkpoint(model, folder)  # for the tokenizer

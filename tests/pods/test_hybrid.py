@@ -13,6 +13,7 @@ from tandem_engine.llm import LLM
 from tandem_engine.model_loader import pull
 from tandem_proto.v1 import common_pb2
 from toy_models import SIZES, prompt_of, save_checkpoint
+from trained_hybrid import train, training_text
 
 
 @pytest.fixture(scope="module")
@@ -47,4 +48,39 @@ async def test_apart_equals_together(folder: Path) -> None:
         for prompt, (_, receipt) in zip(prompts, got, strict=True):
             state_bytes = receipt.transfer_bytes - -(-len(prompt) // 16) * kv_bytes
             assert state_bytes == 3 * 4 * (3 * 192 + 4 * 32 * 16)
+        await fleet.assert_idle()
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(3600)
+async def test_a_trained_model_writes_the_same_text_however_it_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts, pods apart, a prefill pod that is gone, and prefix hits: as one by one without any of it."""
+    monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
+    folder = pull(str(train(tmp_path / "checkpoint")))
+    text = training_text()
+    alone = LLM(folder, **SIZES, prefix_cache=False)
+    prompts = [alone.tokenizer.encode(text[i * 9000 : i * 9000 + 150 + 37 * i]) for i in range(10)]
+    prompts += [[*prompt[:100], *prompts[0][:40]] for prompt in prompts[5:]]  # leave the others' texts
+    options = {"temperature": 0.7, "seed": 7, "max_tokens": 96, "ignore_eos": True}  # greedy texts repeat
+    sampling = SamplingParams(**options)
+    want = [alone.generate([p], sampling)[0].token_ids for p in prompts]
+    assert len({token for tokens in want for token in tokens}) > 20, "the model writes one letter"
+    async with run_fleet(folder, decode_blocks=200, num_blocks=200) as fleet:
+        for target in (fleet.prefill_target, "127.0.0.1:1", fleet.prefill_target):
+            for first in range(0, len(prompts), 4):
+                part = range(first, min(first + 4, len(prompts)))
+                calls = [
+                    run(fleet, request(f"{target}-{i}-{first}", prompts[i], [target], **options))
+                    for i in part
+                ]
+                got = await asyncio.gather(*calls)
+                assert [tokens for tokens, _ in got] == [want[i] for i in part]
+        # Turns: the last texts, which are still cached, and some more.
+        for prompt, text_ids in zip(prompts[-2:], want[-2:], strict=True):
+            turn = [*prompt, *text_ids, *prompts[1][:20]]
+            tokens, receipt = await run(fleet, request("turn", turn, [], **options))
+            assert tokens == alone.generate([turn], sampling)[0].token_ids
+            assert receipt.cached_tokens > len(prompt)
         await fleet.assert_idle()
