@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -53,8 +54,11 @@ _ANNOTATIONS = frozenset(
     | {"contentMediaType", "contentEncoding", "contentSchema", "externalDocs", "xml", "discriminator"}
     | {"uniqueItems"}
 )
+_LENGTHS = frozenset({"minLength", "maxLength"})
 #: Keywords of `propertyNames` that are enforced, as properties or as a pattern of their names.
-_NAME_KEYWORDS = frozenset({"type", "title", "description", "format", "enum", "pattern"})
+_NAME_KEYWORDS = frozenset({"type", "title", "description", "format", "enum", "pattern"}) | _LENGTHS
+#: Longest length of names that is enforced.
+_MAX_NAME_LENGTH = 1000
 #: Limit on the copies of additionalProperties, one for each name in the enum of propertyNames.
 MAX_NAMED_COPIES_BYTES = 32 * 1024
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -153,6 +157,8 @@ def rewrite(schema: object) -> None:
         for keyword in _COUNTS:
             if isinstance(count := part.get(keyword), float) and count.is_integer():
                 part[keyword] = int(count)
+        for keyword in [name for name in _BOUNDS if _allows_all(name, part.get(name))]:
+            del part[keyword]
         for keyword in _BOUNDS:
             if isinstance(bound := part.get(keyword), int) and not isinstance(bound, bool):
                 part[keyword] = min(max(bound, -MAX_INTEGER), MAX_INTEGER)
@@ -201,6 +207,10 @@ def _names_of(root: SchemaPart, part: SchemaPart) -> tuple[str, Sequence[str]] |
     given = {} if given is True else given
     keywords: Mapping[str, Any] = given if isinstance(given, dict) else {"not": {}}
     pattern, names = keywords.get("pattern"), keywords.get("enum")
+    if pattern is names is None and not _LENGTHS.isdisjoint(keywords):
+        pattern = _pattern_of_lengths(part, keywords)
+    elif not _LENGTHS.isdisjoint(keywords):
+        raise _refused(part, "propertyNames", "may have lengths, an enum or a pattern; use one of them")
     if (
         not _NAME_KEYWORDS.issuperset(keywords)
         or keywords.get("type", "string") != "string"
@@ -221,6 +231,18 @@ def _names_of(root: SchemaPart, part: SchemaPart) -> tuple[str, Sequence[str]] |
             raise _refused(part, "propertyNames", "with an enum excludes patternProperties and long schemas")
         return "enum", names
     return None
+
+
+def _pattern_of_lengths(part: SchemaPart, keywords: Mapping[str, object]) -> str:
+    bounds = []
+    for keyword in ("minLength", "maxLength"):
+        length = keywords.get(keyword)
+        if isinstance(length, float) and length.is_integer():
+            length = int(length)
+        if length is not None and not (type(length) is int and 0 <= length <= _MAX_NAME_LENGTH):
+            raise _refused(part, "propertyNames", f"may have lengths up to {_MAX_NAME_LENGTH}")
+        bounds.append(length)
+    return rf"^[\s\S]{{{bounds[0] or 0},{'' if bounds[1] is None else bounds[1]}}}$"
 
 
 def _num_values(part: SchemaPart | None) -> int:
@@ -263,7 +285,7 @@ def _check_numbers(part: SchemaPart) -> None:
                 continue
             if isinstance(number, int) and abs(number) > MAX_INTEGER and _is_inexact(keyword, number):
                 raise _refused(part, keyword, f"has an integer beyond {MAX_INTEGER}, which is not exact")
-            if not math.isfinite(number):
+            if not math.isfinite(number) and not _allows_all(keyword, number):
                 raise _refused(part, keyword, "has a number that is not finite")
 
 
@@ -271,6 +293,14 @@ def _is_inexact(keyword: str, number: int) -> bool:
     """Whether an integer beyond MAX_INTEGER must be refused. Tightens a bound that allows all integers
     here."""
     return keyword not in _BOUNDS or (number > 0) == keyword.lower().endswith("minimum")
+
+
+def _allows_all(keyword: str, bound: object) -> bool:
+    """Whether all float64 numbers are within a bound, such as the largest of them, or 1.8e308."""
+    if keyword not in _BOUNDS or not isinstance(bound, float):
+        return False
+    limit = math.inf if keyword.startswith("exclusive") else sys.float_info.max
+    return bound <= -limit if keyword.lower().endswith("minimum") else bound >= limit
 
 
 def _is_number(value: object) -> bool:

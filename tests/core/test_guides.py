@@ -111,7 +111,14 @@ def allows(model: tuple[GuideCompiler, Tokenizer], guide: Guide, text: str) -> b
         (schema({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}), "-9007199254740992", True),
         (schema({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}), "9007199254740993", False),
         (schema({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 2**64}), "12", True),
+        # Bounds of float64.
+        (schema({"type": "number", "maximum": 1.7976931348623157e308, "minimum": -1.8e308}), "-1.5e9", True),
+        (schema({"type": "number", "exclusiveMaximum": 1.8e308, "minimum": 0}), "-1", False),
         # Names of properties.
+        (schema({"type": "object", "propertyNames": {"minLength": 2}}), '{"ab": 1, "\\n\\n": 2}', True),
+        (schema({"type": "object", "propertyNames": {"minLength": 2}}), '{"a": 1}', False),
+        (schema({"type": "object", "propertyNames": {"maxLength": 1.0}}), '{"": 1, "b": 2}', True),
+        (schema({"type": "object", "propertyNames": {"maxLength": 1}}), '{"ab": 1}', False),
         (schema({"type": "object", "propertyNames": {"type": "string"}}), '{"a": 1}', True),
         (schema({"type": "object", "propertyNames": True, "additionalProperties": {"type": "null"}}),
          '{"a": null}', True),
@@ -214,7 +221,12 @@ def test_a_text_cannot_enter_what_would_never_end(
         # llguidance cuts the wrong value within a character and panics.
         (schema({"type": "string", "minLength": "a" + "🙂" * 40}), "llguidance cannot read it"),
         (schema({"$anchor": [1], "contains": {}}), "'contains' is not supported"),
-        (schema({"type": "object", "propertyNames": {"minLength": 2}}), "'propertyNames' may have an enum"),
+        (
+            schema({"type": "object", "propertyNames": {"minLength": 2, "enum": ["a"]}}),
+            "may have lengths, an enum",
+        ),
+        (schema({"type": "object", "propertyNames": {"maxLength": 1001}}), "may have lengths up to 1000"),
+        (schema({"type": "number", "minimum": 1.8e308}), "'minimum' has a number that is not finite"),
         (schema({"type": "object", "propertyNames": False}), "'propertyNames' may have an enum"),
         (schema({"type": "object", "propertyNames": {"pattern": "["}}), "cannot be used"),
         (
