@@ -1,14 +1,16 @@
-"""Compares the CPU kernels with torch's: attention and projections.
+"""Compares the CPU kernels with torch's: attention, projections and mixtures of experts.
 
     python benchmarks/kernels_cpu.py --out FILE.md
 
-Shapes are those of SmolLM2-135M. A time covers all its layers, whose weights and caches exceed the
-processor's caches. The kernels and torch take turns; figures are medians.
+Shapes are those of SmolLM2-135M, and those of experts Qwen3-30B-A3B's. A time covers all layers, of experts
+one; weights and caches exceed the processor's caches. The kernels and torch take turns; figures are medians.
 
 attention     turbo_attention on a paged cache and scaled_dot_product_attention on dense K and V in
               bfloat16, with query heads folded into rows and a prepared mask, torch's fastest way. n = 1
               decodes, 8 to 32 verify a binary tree, 512 is a chunk of a prompt.
 projections   packed_linear and F.linear with M rows; for quantized weights F.linear in bfloat16
+experts       moe and a loop of F.linear over the chosen experts in bfloat16, one layer with M rows; the bytes
+              are those of the chosen experts and of the router
 
 "of read" and "of peak" are shares of the best that torch reached before and after (machine.py): reading, and
 products of the peer's type, which products of integers can exceed. T_n/T_1: n rows over one row.
@@ -31,8 +33,14 @@ from reporting import markdown_table, write_page
 from tandem_kernels import (
     AttentionLayer,
     AttentionMetadata,
+    ExpertProjection,
+    MoeWeights,
+    PackedExperts,
     Packing,
+    RouterScore,
+    Routing,
     interleave,
+    moe,
     pack_quantized,
     pack_weight,
     packed_linear,
@@ -40,6 +48,7 @@ from tandem_kernels import (
     runs_interleaved,
     turbo_attention,
 )
+from tandem_kernels.moe import route
 from tandem_kernels.turbo_attention.reference import visible_slots
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 64
@@ -172,6 +181,50 @@ def measure_projections(num_layers: int) -> list[Line]:
     return lines
 
 
+def measure_experts(
+    num_experts: int = 128, hidden: int = 2048, inner: int = 768, top_k: int = 8
+) -> list[Line]:
+    routing = Routing(RouterScore.SOFTMAX, top_k, renorm=True)
+    router = torch.randn(num_experts, hidden) / hidden**0.5
+    up, down = (
+        (torch.randn(num_experts, *shape) / shape[1] ** 0.5).bfloat16()
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    )
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        chosen, weights = route(x, router, None, None, routing)
+        out = torch.zeros(x.shape)
+        for expert in chosen.unique().tolist():
+            rows, ranks = (chosen == expert).nonzero(as_tuple=True)
+            gate, value = F.linear(x[rows], up[expert]).chunk(2, 1)
+            result = F.linear(F.silu(gate) * value, down[expert]).float()
+            out.index_add_(0, rows, result * weights[rows, ranks, None])
+        return out
+
+    lines = []
+    for name in ("bfloat16", "4 bit"):
+        packed = [
+            PackedExperts((torch.stack([PACKINGS[name](e.float()) for e in w]),), w.shape[1])
+            for w in (up, down)
+        ]
+        weights = MoeWeights(routing, router, ExpertProjection(packed[0]), ExpertProjection(packed[1]))
+        of_expert = sum(part[0].nbytes for w in packed for part in w.parts)
+        for num_rows in (1, 4, 16):
+            # Other experts each time: those of the last time would be in the caches.
+            inputs = [torch.randn(num_rows, hidden).bfloat16() for _ in range(16)]
+            _check(moe(inputs[0], weights), loop(inputs[0]), 0.2 if name == "4 bit" else 0.03)
+            ours_s, torch_s = _turns(
+                lambda: [moe(x, weights) for x in inputs],  # noqa: B023
+                lambda: [loop(x) for x in inputs],  # noqa: B023
+            )
+            used = [len(route(x, router, None, None, routing)[0].unique()) for x in inputs]
+            num_bytes = sum(used) * of_expert // len(inputs) + router.nbytes
+            flops = 6 * num_rows * top_k * hidden * inner
+            seconds = ours_s / len(inputs), torch_s / len(inputs)
+            lines.append(Line((name,), num_rows, *seconds, num_bytes, flops, torch.bfloat16))
+    return lines
+
+
 def _turns(*calls: Callable[[], object]) -> list[float]:
     """Median seconds of each; they take turns, after one that warms up."""
     times: list[list[float]] = [[] for _ in calls]
@@ -228,12 +281,14 @@ def main() -> None:
             if line.num_rows in QUANTIZED_ROWS or "int8" not in line.case
         ]
         projections = measure_projections(options.layers)
+        experts = measure_experts()
     peaks = before.best(measure_peaks())
     tables = [
         table(("context", "sequences", "cache"), "n", "SDPA", attention, peaks),
         table(("weights",), "M", "F.linear", projections, peaks),
+        table(("experts",), "M", "loop", experts, peaks),
     ]
-    notes = f"Times are sums over all {options.layers} layers. This machine {peaks}."
+    notes = f"Times are sums over {options.layers} layers, of experts over one. This machine {peaks}."
     write_page(options.out, "CPU kernels and torch", "\n\n".join(tables), notes)
 
 

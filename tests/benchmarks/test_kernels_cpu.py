@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kernels_cpu import Line, measure_attention, table
+from kernels_cpu import Line, measure_attention, measure_experts, table
 from machine import Peaks
 
 PEAKS = Peaks(10e9, {torch.bfloat16: 200e9, torch.float32: 100e9})
@@ -34,3 +34,12 @@ def test_attention_is_measured_after_its_results_are_checked() -> None:
             (("64", "2", cache), num_rows) for cache in ("bfloat16", "int8")
         ]
         assert all(seen.ours > 0 and seen.torch > 0 for seen in lines)
+
+
+def test_experts_are_measured_with_the_bytes_of_those_chosen() -> None:
+    lines = measure_experts(num_experts=4, hidden=64, inner=32, top_k=2)
+    router, of_expert = 4 * 64 * 4, 3 * 64 * 32 * 2
+    cases = [(name, rows) for name in ("bfloat16", "4 bit") for rows in (1, 4, 16)]
+    assert [(*seen.case, seen.num_rows) for seen in lines] == cases
+    assert lines[0].num_bytes == 2 * of_expert + router
+    assert lines[1].num_bytes <= 4 * of_expert + router
