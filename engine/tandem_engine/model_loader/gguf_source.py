@@ -1,50 +1,29 @@
 """A GGUF file, or a split one, as a source of weights and of the config.
 
-llama.cpp stores the rows of llama's (and mistral's) queries and keys interleaved for its own RoPE; reading
-undoes that, so that a name means the same tensor from every source.
+llama.cpp's conversions interleave the rows of some models' queries and keys for its own RoPE, and add 1 to
+Gemma's norms; reading undoes that, so that a name means the same tensor from every source.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from tandem_core.errors import ModelLoadError
 from torch import Tensor
 
+from tandem_engine.model_loader.gguf_architectures import ARCHITECTURES, check_gguf_architecture
 from tandem_engine.model_loader.gguf_file import GgufTensor, open_all
 from tandem_engine.model_loader.gguf_formats import grid_of, stored_of, values_of
 from tandem_engine.model_loader.stored import Grid, Stored, numbers_of
-from tandem_engine.models.families import check_architecture
+from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.layout import WeightForm, stored_tensors
 
-_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_PER_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
-#: All experts of a layer in one tensor, [experts, rows, depth].
-_STACKED = {f"ffn_{role}_exps": f"mlp.experts.{role}_proj" for role in ("gate", "up", "down")}
 #: Divides the frequencies of RoPE (Llama 3.1 and later); no weight, but part of the config.
 _ROPE_TABLE = "rope_freqs.weight"
 #: Above any model's; a damaged number would cost memory before anything else notices it.
@@ -59,19 +38,19 @@ class GgufSource:
         files = self._files = open_all(path)
         self.files = [file.path for file in files]
         self._fields = files[0].fields
-        self.architecture = str(self._field("general.architecture"))
-        self._model_type = check_architecture(self.architecture, path)
-        self._tensors: dict[str, GgufTensor] = {}
+        self.architecture = check_gguf_architecture(self._field("general.architecture"), path)
+        self._conversion = ARCHITECTURES[self.architecture]
+        #: By the file's names.
+        self._stored: dict[str, GgufTensor] = {}
         self._rope_table: tuple[float, ...] = ()
         for name, tensor in ((name, t) for file in files for name, t in file.tensors.items()):
             if name == _ROPE_TABLE:
                 self._rope_table = tuple(self._values(tensor).flatten().tolist())
                 continue
-            hf_name = self._hf_name(name)
-            if hf_name in self._tensors:
+            if name in self._stored:
                 raise ModelLoadError(f"{path} holds {name} in two of its parts; download it again")
-            self._tensors[hf_name] = tensor
-        if not self._tensors:
+            self._stored[name] = tensor
+        if not self._stored:
             raise ModelLoadError(f"{path} holds no weights; download it again")
 
     def _field(self, key: str, default: Any = None) -> Any:
@@ -95,15 +74,36 @@ class GgufSource:
             raise ModelLoadError(f"{self._path} has {value} for {self.architecture}.{key}; download it again")
         return value
 
-    def _hf_name(self, name: str) -> str:
-        if name in _TOP:
-            return _TOP[name]
-        match name.split("."):
-            case ["blk", layer, kind, "weight"] if kind in _STACKED:
-                return f"model.layers.{layer}.{_STACKED[kind]}"
-            case ["blk", layer, kind, suffix] if kind in _PER_LAYER:
-                return f"model.layers.{layer}.{_PER_LAYER[kind]}.{suffix}"
-        raise ModelLoadError(f"{self._path} holds {name}, which the supported architectures do not have")
+    @property
+    def _has_experts(self) -> bool:
+        return f"{self.architecture}.expert_count" in self._fields
+
+    @cached_property
+    def _tensors(self) -> dict[str, GgufTensor]:
+        """By the names of the model's checkpoints."""
+        config = ModelConfig.from_hf(self.hf_config())
+        known = get_tensor_name_map(
+            next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.architecture),
+            self._count("block_count"),
+        )
+        found: dict[str, GgufTensor] = {}
+        # llama.cpp stacks the experts of a layer.
+        names = config.names.found_in(["mlp.experts.up_proj"] if self._has_experts else [])
+        # All forms have the same sources, but for a head that is tied.
+        for tensor in stored_tensors(config.spec, names, WeightForm(torch.float32)):
+            for part in tensor.parts:
+                name = known.get_name(part.hf_name, (".weight", ".bias")) or ""
+                # Names of stacked experts in checkpoints do not end so.
+                name = name if name in self._stored else f"{name}.weight"
+                if name in self._stored:
+                    found[part.hf_name] = self._stored[name]
+        used = {tensor.name for tensor in found.values()}
+        if unused := sorted(self._stored.keys() - used):
+            raise ModelLoadError(
+                f"{self._path} holds {unused[0]}, which a {config.model_type} model with its parameters has "
+                "no use for; this variant is not supported"
+            )
+        return found
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -128,6 +128,8 @@ class GgufSource:
         stored, order = self._tensors[name], self._row_order(name)
         if len(stored.shape) == 1:
             values = self._values(stored)[0]
+            if self._conversion.one_plus and name.endswith("norm.weight"):
+                values = values - 1
             return values if order is None else values[order]
         return self._values(stored, rows if order is None else order[rows].numpy())
 
@@ -153,7 +155,7 @@ class GgufSource:
 
     def _row_order(self, name: str) -> Tensor | None:
         """The row in the file of each row of the tensor; None if the order is equal."""
-        if self.architecture != "llama" or not name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+        if not self._conversion.interleaved or not name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             return None
         stored = self._tensors[name]
         # The elements of a bias correspond to rows of a weight.
@@ -194,26 +196,26 @@ class GgufSource:
     def hf_config(self) -> dict[str, Any]:
         """The file's hyperparameters as a Hugging Face config.json."""
         arch = self.architecture
-        embeddings = "model.embed_tokens.weight"
-        if embeddings not in self._tensors:
+        embeddings = "token_embd.weight"
+        if embeddings not in self._stored:
             raise ModelLoadError(f"{self._path} lacks {embeddings}; download another conversion of the model")
         hidden, layers, context = (
             self._count(key) for key in ("embedding_length", "block_count", "context_length")
         )
         head_dim = self._count("attention.key_length", hidden // self._heads())
-        if layers > len(self._tensors) or context > _LONGEST_CONTEXT:
+        if layers > len(self._stored) or context > _LONGEST_CONTEXT:
             raise ModelLoadError(
                 f"{self._path} names {layers} layers and a context of {context} tokens, which cannot be; "
                 "download it again"
             )
         if self._count("attention.value_length", head_dim) != head_dim:
             raise ModelLoadError(f"{self._path} has values of another size than keys, which is not supported")
-        if self._count("rope.dimension_count", head_dim) != head_dim:
-            raise ModelLoadError(f"{self._path} has partial rotary embeddings, which are not supported")
+        rotated = self._count("rope.dimension_count", head_dim)
+        eps, eps_key = self._conversion.eps
         config: dict[str, Any] = {
-            "model_type": self._model_type,
+            "model_type": self._conversion.model_type,
             "architectures": [f"{arch.capitalize()}ForCausalLM"],
-            "vocab_size": self._tensors[embeddings].shape[0],
+            "vocab_size": self._stored[embeddings].shape[0],
             "hidden_size": hidden,
             "intermediate_size": self._count("feed_forward_length"),
             "num_hidden_layers": layers,
@@ -222,20 +224,29 @@ class GgufSource:
             "head_dim": head_dim,
             "max_position_embeddings": context,
             # Written as float32; the nearest short decimal is what the model was trained with.
-            "rms_norm_eps": float(f"{float(self._number('attention.layer_norm_rms_epsilon')):.6g}"),
-            "hidden_act": "silu",
-            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
-            "attention_bias": arch != "qwen2" and "model.layers.0.self_attn.q_proj.bias" in self._tensors,
-            "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self._tensors,
+            eps: float(f"{float(self._number(eps_key)):.6g}"),
+            "tie_word_embeddings": "output.weight" not in self._stored,
+            "attention_bias": not arch.startswith("qwen2") and "blk.0.attn_q.bias" in self._stored,
+            "attention_out_bias": "blk.0.attn_output.bias" in self._stored,
+            "mlp_bias": "blk.0.ffn_up.bias" in self._stored,
             "bos_token_id": self._field("tokenizer.ggml.bos_token_id", -1),
             "eos_token_id": self._field("tokenizer.ggml.eos_token_id", -1),
             "rope_parameters": self._rope(head_dim),
         }
-        if window := int(self._number("attention.sliding_window", 0)):
+        if rotated != head_dim:
+            config["partial_rotary_factor"] = rotated / head_dim
+        if self.architecture in ("gemma2", "gemma3"):
+            config["query_pre_attn_scalar"] = self._query_scalar(hidden, layers, head_dim)
+        for name, key in self._conversion.fields.items():
+            if f"{arch}.{key}" in self._fields:
+                config[name] = self._number(key)
+        if self.architecture in ("llama", "qwen2", "qwen3") and (
+            window := int(self._number("attention.sliding_window", 0))
+        ):
             # llama.cpp files mistral under llama; every layer then has the window.
             config |= {"model_type": "mistral" if arch == "llama" else arch, "sliding_window": window}
             config |= {"use_sliding_window": True, "max_window_layers": 0}
-        if f"{arch}.expert_count" in self._fields:
+        if self._has_experts:
             config |= self._experts(config["intermediate_size"])
         return {k: v for k, v in config.items() if v != -1}
 
@@ -253,6 +264,11 @@ class GgufSource:
             "norm_topk_prob": self.architecture == "qwen3moe",
         }
         return config | ({"model_type": "mixtral"} if self.architecture == "llama" else {})
+
+    def _query_scalar(self, hidden: int, layers: int, head_dim: int) -> float:
+        """Queries of Gemma's largest models are not scaled by the size of a head; files do not say so."""
+        largest = {"gemma2": 46, "gemma3": 62}[self.architecture]
+        return hidden / self._heads() if layers == largest else head_dim
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
         """rope_parameters; kind "table" is ours (models/config.py). Files without a type scale linearly."""

@@ -39,7 +39,6 @@ from tandem_engine.model_loader.files import OnProgress, digest_of, locked, no_p
 from tandem_engine.model_loader.model_file import LLAMA2C_SUFFIXES, check_model_file
 from tandem_engine.model_loader.safetensors_files import weight_files
 from tandem_engine.models.config import ModelConfig
-from tandem_engine.models.families import check_architecture
 from tandem_engine.models.quantization_config import quantization_of
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICENSE*"]
@@ -281,9 +280,10 @@ def _check_before_torch(path: Path) -> None:
     for file in files[:1]:
         check_model_file(file)
     if path.suffix == ".gguf":
+        from tandem_engine.model_loader.gguf_architectures import check_gguf_architecture
         from tandem_engine.model_loader.gguf_file import GgufFile
 
-        check_architecture(GgufFile(path).fields.get("general.architecture"), path)
+        check_gguf_architecture(GgufFile(path).fields.get("general.architecture"), path)
     elif path.suffix not in LLAMA2C_SUFFIXES:
         _config_beside(path)
 

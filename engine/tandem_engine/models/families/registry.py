@@ -50,16 +50,11 @@ def family(
     return register
 
 
-#: Architectures that GGUF files write in another way than configs do.
-_GGUF_NAMES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-
-
 def check_architecture(name: object, where: object) -> str:
     """The model_type, if models of this architecture can be computed. Raises ModelLoadError."""
     supported = ", ".join(sorted(FAMILIES))
     if not name:
         raise ModelLoadError(f"{where} names no architecture; use a model of one of these: {supported}")
-    name = _GGUF_NAMES.get(str(name), name)
     if name not in FAMILIES:
         raise ModelLoadError(
             f"{where}: architecture {quoted(str(name))} is not supported; use one of {supported}"
