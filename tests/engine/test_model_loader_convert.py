@@ -312,12 +312,15 @@ def test_quantized_gguf_tensors_are_dequantized(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "reason"),
-    [("rope_factors_long.weight", "which the supported"), ("blk.0.ssm_a", "holds blk.0.ssm_a")],
+    [
+        ("rope_factors_long.weight", "which a llama model with its parameters has no use for"),
+        ("blk.0.ssm_a", "holds blk.0.ssm_a"),
+    ],
 )
 def test_gguf_variants_we_cannot_run_are_refused(tmp_path: Path, extra: str, reason: str) -> None:
     write_gguf(tmp_path / "weights.gguf", extra=extra)
     with pytest.raises(ModelLoadError, match=reason):
-        GgufSource(tmp_path / "weights.gguf")
+        GgufSource(tmp_path / "weights.gguf").names()
 
 
 def test_a_folder_that_moved_still_finds_weights_inside_it(folder: Path, tmp_path: Path) -> None:
