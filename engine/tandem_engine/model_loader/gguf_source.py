@@ -88,7 +88,7 @@ class GgufSource:
         )
         found: dict[str, GgufTensor] = {}
         # llama.cpp stacks the experts of a layer.
-        names = config.names.found_in(["mlp.experts.up_proj"] if self._has_experts else [])
+        names = config.names.found_in(["model.layers.0.mlp.experts.up_proj"] if self._has_experts else [])
         # All forms have the same sources, but for a head that is tied.
         for tensor in stored_tensors(config.spec, names, WeightForm(torch.float32)):
             for part in tensor.parts:
