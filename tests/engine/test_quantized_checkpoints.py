@@ -154,6 +154,20 @@ def test_parts_with_different_orders_of_inputs_go_to_8_bits(tmp_path: Path) -> N
     assert "sublayers.0.0.qkv_proj.weight.order" not in mixed and "sublayers.0.0.o_proj.weight.order" in mixed
 
 
+def test_biases_that_a_model_lacks_may_be_zeros(tmp_path: Path) -> None:
+    write_quantized(tmp_path / "quantized", CONFIG, weights(), FORMATS["gptq"])
+    file, name = tmp_path / "quantized/model.safetensors", "model.layers.1.mlp.up_proj.bias"
+    for value in (0.0, 1.0):
+        save_file(load_file(file) | {name: torch.full((256,), value)}, file)
+        folder = model_folder(tmp_path / "quantized")
+        if value:
+            with pytest.raises(ModelLoadError, match=f"the weights hold {name}, which"):
+                ensure_weights(folder, torch.float32)
+        else:
+            ensure_weights(folder, torch.float32)
+        shutil.rmtree(folder)
+
+
 def test_blocks_that_cover_the_ends_of_rows(tmp_path: Path) -> None:
     """bitsandbytes counts blocks over the whole weight."""
     weight = torch.randn(10, 96, generator=torch.Generator().manual_seed(1))
