@@ -9,7 +9,15 @@ import pytest
 import torch
 from tandem_engine.model_loader import pull
 from toy_models import VOCABULARY, save_checkpoint
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 WINDOW = 40
 _COMMON = {
@@ -24,10 +32,19 @@ _COMMON = {
     "initializer_range": 0.2,
     "sliding_window": WINDOW,
 }
-#: One layer of the first sees all tokens.
+#: One layer of the first two sees all tokens.
 VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
     "windows beside full layers": lambda: Qwen2ForCausalLM(
         Qwen2Config(**_COMMON, num_hidden_layers=4, use_sliding_window=True, max_window_layers=1)
+    ),
+    "windows before full layers": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **_COMMON,
+            num_hidden_layers=4,
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            layer_types=["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+        )
     ),
     "windows alone": lambda: MistralForCausalLM(MistralConfig(**_COMMON, num_hidden_layers=2, head_dim=16)),
 }
