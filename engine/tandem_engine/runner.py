@@ -172,7 +172,7 @@ class ModelRunner:
             for g, group in enumerate(self.pool.groups):
                 group.will_use(max([max(s.block_ids[g]) for s in batch.sequences]))
             is_scoring = on_prompt_logits is not None and any(s.scored_positions for s in batch.sequences)
-            is_whole = on_layer_done is None and not is_scoring and not step.more_tables
+            is_whole = on_layer_done is None and not is_scoring
             if self.decoder.is_batch_invariant and is_whole:
                 interleaved = self._shape.interleaved
                 done = self.decoder.step(step, logits_rows, self.pool.caches, interleaved=interleaved)

@@ -155,7 +155,7 @@ class Attention {
           merges.push_back({int(tasks.size()), end - begin});
           for (int s = begin; s < end; ++s) {
             tasks.push_back({b, h, first, count, s, 1, floats});
-            floats += State::floats(padded_rows(tasks.back()), c.head_size);
+            floats += State::floats(padded_rows(tasks.back()), c.v_dim);
           }
         }
       }
@@ -163,14 +163,14 @@ class Attention {
     if (int64_t(kept.size()) < floats) kept.resize(floats);
   }
 
-  void run_in_team(Team& team, const void* cache) {
-    if (is_fast_bfloat16()) run_in_team<FastBFloat16>(team, cache);
-    else run_in_team<Float32>(team, cache);
+  void run_in_team(Team& team, const AttentionConstants& layer) {
+    if (is_fast_bfloat16()) run_in_team<FastBFloat16>(team, layer);
+    else run_in_team<Float32>(team, layer);
   }
 
  private:
   template <class Type>
-  void run_in_team(Team& team, const void* cache) {
+  void run_in_team(Team& team, const AttentionConstants& layer) {
     const Workspace work = workspace<Type>();
     if constexpr (std::is_same_v<Type, Tiled>) {
       std::optional<Tiles> tiles;  // released before the thread waits
@@ -180,20 +180,20 @@ class Attention {
           tiles.emplace(bfloat16_tiles(needed, needed));
           rows = needed;
         }
-        compute<Type>(tasks[i], cache, work);
+        compute<Type>(tasks[i], layer, work);
       });
     } else {
-      team.share(int64_t(tasks.size()), [&](int64_t i) { compute<Type>(tasks[i], cache, work); });
+      team.share(int64_t(tasks.size()), [&](int64_t i) { compute<Type>(tasks[i], layer, work); });
     }
     team.wait();
     if (merges.empty()) return;
-    team.share(int64_t(merges.size()), [&](int64_t i) { merge(merges[i]); });
+    team.share(int64_t(merges.size()), [&](int64_t i) { merge(merges[i], layer); });
     team.wait();
   }
 
   // Widening pays where it saves the copy of a cache.
   bool is_fast_bfloat16() const {
-    return (DType)c.query_dtype == DType::kBFloat16 && c.head_size % 32 == 0 &&
+    return (DType)c.query_dtype == DType::kBFloat16 && c.k_dim % 32 == 0 && c.v_dim % 32 == 0 &&
            (!std::is_same_v<FastBFloat16, Widened> || c.interleaved);
   }
 
@@ -267,9 +267,9 @@ class Attention {
   Workspace workspace() const {
     using Left = typename Type::Left;
     using Right = typename Type::Right;
-    const int64_t rows = padded_rows({.num_tokens = most_tokens()}), D = c.head_size;
-    const int64_t tile = int64_t(kTile) * D * sizeof(Right);
-    const int64_t state = State::floats(rows, D) * 4;
+    const int64_t rows = padded_rows({.num_tokens = most_tokens()});
+    const int64_t key_tile = int64_t(kTile) * c.k_dim * sizeof(Right), value_tile = int64_t(kTile) * c.v_dim * sizeof(Right);
+    const int64_t state = State::floats(rows, c.v_dim) * 4;
     int64_t offset = 0;
     auto take = [&offset](int64_t bytes) {
       int64_t at = offset;
@@ -277,10 +277,11 @@ class Attention {
       return at;
     };
     // A node of a tree begins at any row, and a block of tiles from there may end 15 rows beyond the task's.
-    const int64_t query = take((rows + 15) * D * sizeof(Left)), positions = take(rows * sizeof(int)), keys = take(tile),
-                  values = take(tile), raw = take(2 * tile), weights = take(kRows<Type> * kTile * sizeof(Left)),
+    const int64_t query = take((rows + 15) * c.k_dim * sizeof(Left)), positions = take(rows * sizeof(int)),
+                  keys = take(key_tile), values = take(value_tile), raw = take(key_tile + value_tile),
+                  weights = take(kRows<Type> * kTile * sizeof(Left)),
                   scores = take(kRows<Type> * kTile * 4), scales = take(2 * kTile * 4), total = take(state),
-                  split = take(state), some_acc = take(std::is_same_v<Type, Tiled> ? kRows<Type> * D * 4 : 0);
+                  split = take(state), some_acc = take(std::is_same_v<Type, Tiled> ? kRows<Type> * c.v_dim * 4 : 0);
     static thread_local Scratch memory;
     char* base = memory.of(offset);
     return {base + query,
@@ -300,7 +301,7 @@ class Attention {
   // The rows' queries, in the dtype of the products.
   template <class Type>
   void load_query(const Task& task, void* out) const {
-    const int D = c.head_size;
+    const int D = c.k_dim;
     const DType dtype = (DType)c.query_dtype;
     for (int i = 0; i < task.num_tokens; ++i) {
       int64_t token = c.query_start_loc[task.seq] + task.first_token + i;
@@ -321,15 +322,15 @@ class Attention {
   }
 
   template <class Type>
-  void compute(const Task& task, const void* cache, const Workspace& work) {
-    const int D = c.head_size, rows = task.num_tokens * group;
+  void compute(const Task& task, const AttentionConstants& layer, const Workspace& work) {
+    const int D = c.v_dim, rows = task.num_tokens * group;
     load_query<Type>(task, work.query);
     for (int r = 0; r < rows; ++r) work.positions[r] = position(task.seq, task.first_token + r / group);
     State total = state_of(task, task.partial < 0 ? work.state[0] : partials->data() + task.partial);
     State split = state_of(task, work.state[1]);
     const bool tree = is_tree(task.seq);
     const int context = this->context(task.seq);
-    const TileReader<typename Type::Right> tiles(c, cache, task.seq, task.kv_head, context, work.tile);
+    const TileReader<typename Type::Right> tiles(c, layer.cache, task.seq, task.kv_head, context, work.tile);
     const int keys = tree ? c.seq_lens[task.seq] : context + task.first_token + task.num_tokens;
     for (int s = 0; s < task.num_splits; ++s) {
       State& state = s == 0 ? total : split;
@@ -338,29 +339,29 @@ class Attention {
       const int begin = (task.first_split + s) * kSplit, end = std::min(begin + kSplit, keys);
       for (int first_key = begin; first_key < end; first_key += kTile) {
         if (!tree || first_key + kTile <= context) {
-          attend_tile<Type>(task, first_key, 0, rows, state, tiles.read(first_key, keys, 0), work);
+          attend_tile<Type>(task, layer, first_key, 0, rows, state, tiles.read(first_key, keys, 0), work);
           continue;
         }
         for (int i = 0; i < task.num_tokens; ++i) {
           const int length = work.positions[i * group] + 1;
           if (first_key >= length) continue;
           const Tile tile = tiles.read(first_key, length, path(task.seq, task.first_token + i));
-          attend_tile<Type>(task, first_key, i * group, (i + 1) * group, state, tile, work);
+          attend_tile<Type>(task, layer, first_key, i * group, (i + 1) * group, state, tile, work);
         }
       }
       if (s > 0) merge_states(total, split, rows, D);
     }
-    if (task.partial < 0) write(task, total);
+    if (task.partial < 0) write(task, layer, total);
   }
 
   // Rows first_row .. last_row - 1 of the task with a tile.
   template <class Type>
-  void attend_tile(const Task& task, int first_key, int first_row, int last_row, State& state, const Tile& tile,
-                   const Workspace& work) const {
+  void attend_tile(const Task& task, const AttentionConstants& layer, int first_key, int first_row, int last_row,
+                   State& state, const Tile& tile, const Workspace& work) const {
     using Left = typename Type::Left;
     constexpr int kBlock = kRows<Type>;
-    const int D = c.head_size, rows = task.num_tokens * group;
-    const float scale = c.scale * (c.k_scale ? c.k_scale[task.kv_head] : 1.0f);
+    const int D = c.v_dim, rows = task.num_tokens * group;
+    const float scale = layer.scale * (c.k_scale ? c.k_scale[task.kv_head] : 1.0f);
     const int parts = (last_row - first_row + kBlock - 1) / kBlock;
     for (int first = first_row, part = 0; first < last_row; first += kBlock, ++part) {
       const int count = std::min(kBlock, last_row - first);
@@ -370,16 +371,16 @@ class Attention {
       // A row sees the keys up to its position, and with a window only the last ones.
       if (most < first_key || (c.window && least - c.window >= first_key + kTile - 1)) continue;
       const bool full = least >= first_key + kTile - 1 && (!c.window || most - c.window < first_key);
-      product<Type, Sum::kFresh>(count, (const Left*)work.query + int64_t(first) * D, tile.keys, work.scores, D, kTile,
-                                 part, parts);
+      product<Type, Sum::kFresh>(count, (const Left*)work.query + int64_t(first) * c.k_dim, tile.keys, work.scores, c.k_dim,
+                                 kTile, part, parts);
       for (int r = 0; r < count; ++r) {
         float* scores = work.scores + r * kTile;
         if (c.k_token_scale)
           for (int t = 0; t < kTile; t += kLanes)
             store(scores + t, load(scores + t) * load(work.tile.token_scales[0] + t));
         float unit = scale * kLog2E;  // from a score to log2 of its weight
-        if (c.softcap != 0) {
-          cap(scores, scale, c.softcap);
+        if (layer.softcap != 0) {
+          cap(scores, scale, layer.softcap);
           unit = kLog2E;
         }
         if (!full) {
@@ -400,26 +401,26 @@ class Attention {
     }
   }
 
-  void merge(const Merge& merge) const {
+  void merge(const Merge& merge, const AttentionConstants& layer) const {
     const Task& first = tasks[merge.first_task];
     const int rows = first.num_tokens * group;
     State total = state_of(first, partials->data() + first.partial);
     for (int i = 1; i < merge.num_tasks; ++i) {
       const Task& task = tasks[merge.first_task + i];
-      merge_states(total, state_of(task, partials->data() + task.partial), rows, c.head_size);
+      merge_states(total, state_of(task, partials->data() + task.partial), rows, c.v_dim);
     }
-    write(first, total);
+    write(first, layer, total);
   }
 
-  void write(const Task& task, const State& state) const {
-    const int D = c.head_size;
+  void write(const Task& task, const AttentionConstants& layer, const State& state) const {
+    const int D = c.v_dim;
     const float v_scale = c.v_scale ? c.v_scale[task.kv_head] : 1.0f;
     for (int r = 0; r < task.num_tokens * group; ++r) {
       const int head = task.kv_head * group + r % group;
       const int64_t token = c.query_start_loc[task.seq] + task.first_token + r / group;
       float factor = v_scale, total = sum(load(state.sum + r * kLanes));
-      if (c.sinks) {
-        const float sink = c.sinks[head] * kLog2E, base = std::max(sink, state.base[r]);
+      if (layer.sinks) {
+        const float sink = layer.sinks[head] * kLog2E, base = std::max(sink, state.base[r]);
         const float shrink = power(state.base[r] - base);
         factor *= shrink;
         total = total * shrink + power(sink - base);
@@ -442,12 +443,13 @@ bool AttentionStep::plan() {
   return true;
 }
 
-void AttentionStep::run_in_team(Team& team, const void* cache) { attention->run_in_team(team, cache); }
+void AttentionStep::run_in_team(Team& team, const AttentionConstants& layer) { attention->run_in_team(team, layer); }
 
 // Returns 0, having written nothing, when the metadata is inconsistent.
 extern "C" int32_t tandem_attention(const TandemAttention* call) {
   AttentionStep step(*call);
   if (!step.plan()) return 0;
-  with_team(call->num_threads, [&](Team& team) { step.run_in_team(team, call->cache); });
+  const AttentionConstants layer = {call->cache, call->sinks, call->scale, call->softcap};
+  with_team(call->num_threads, [&](Team& team) { step.run_in_team(team, layer); });
   return 1;
 }

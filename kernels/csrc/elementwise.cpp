@@ -11,42 +11,45 @@ constexpr int64_t kParallelElements = 1 << 14;
 
 inline int threads_for(int64_t elements, int num_threads) { return elements < kParallelElements ? 1 : num_threads; }
 
-// out = (x - mean) * factor * weight + bias, whichever of them there are.
+// Inlined, so that a caller's constants, such as a dtype, leave no decisions in the loops. x and out may be the same row.
 template <bool Centred>
-inline void scale_row(const void* x, int64_t from, int width, DType dtype, Vec mean, Vec factor,
-                      const TandemNorm& norm, void* out, int64_t to, DType out_dtype) {
-  const float *weight = norm.weight, *bias = norm.bias;
+__attribute__((always_inline)) inline void normalize_row(const void* x, int64_t from, int width, DType dtype,
+                                                         const TandemNorm& norm, void* out, int64_t to,
+                                                         DType out_dtype) {
+  Vec total{}, squares{};
+  for (int i = 0; Centred && i < width; i += kLanes) total += load_as_float(x, from + i, dtype, nullptr);
+  const Vec mean = splat(Centred ? sum(total) / width : 0.0f);
   for (int i = 0; i < width; i += kLanes) {
     Vec v = load_as_float(x, from + i, dtype, nullptr);
     if (Centred) v -= mean;
-    v *= factor;
-    if (weight) v *= load(weight + i);
-    if (bias) v += load(bias + i);
-    store_from_float(out, to + i, out_dtype, v);
-  }
-}
-
-// x and out may be the same row.
-inline void normalize(const void* x, int64_t from, int width, DType dtype, const TandemNorm& norm, void* out,
-                      int64_t to, DType out_dtype) {
-  if (norm.kind == int(NormKind::kNone)) {
-    for (int i = 0; i < width; i += kLanes)
-      store_from_float(out, to + i, out_dtype, load_as_float(x, from + i, dtype, nullptr));
-    return;
-  }
-  const bool centred = norm.kind == int(NormKind::kLayer);
-  Vec total{};
-  for (int i = 0; centred && i < width; i += kLanes) total += load_as_float(x, from + i, dtype, nullptr);
-  const Vec mean = splat(centred ? sum(total) / width : 0.0f);
-  Vec squares{};
-  for (int i = 0; i < width; i += kLanes) {
-    Vec v = load_as_float(x, from + i, dtype, nullptr);
-    if (centred) v -= mean;
     squares = fma(v, v, squares);
   }
   const Vec factor = splat(1.0f / __builtin_sqrtf(sum(squares) / width + norm.eps));
-  const auto scale = centred ? scale_row<true> : scale_row<false>;
-  scale(x, from, width, dtype, mean, factor, norm, out, to, out_dtype);
+  auto scale = [&](auto finish) {
+    for (int i = 0; i < width; i += kLanes) {
+      Vec v = load_as_float(x, from + i, dtype, nullptr);
+      if (Centred) v -= mean;
+      store_from_float(out, to + i, out_dtype, finish(v * factor, i));
+    }
+  };
+  const float *weight = norm.weight, *bias = norm.bias;
+  if (weight && !bias) scale([&](Vec v, int i) { return v * load(weight + i); });
+  else
+    scale([&](Vec v, int i) {
+      if (weight) v *= load(weight + i);
+      return bias ? v + load(bias + i) : v;
+    });
+}
+
+__attribute__((always_inline)) inline void normalize(const void* x, int64_t from, int width, DType dtype,
+                                                     const TandemNorm& norm, void* out, int64_t to, DType out_dtype) {
+  switch ((NormKind)norm.kind) {
+    case NormKind::kRms: return normalize_row<false>(x, from, width, dtype, norm, out, to, out_dtype);
+    case NormKind::kLayer: return normalize_row<true>(x, from, width, dtype, norm, out, to, out_dtype);
+    case NormKind::kNone:
+      for (int i = 0; i < width; i += kLanes)
+        store_from_float(out, to + i, out_dtype, load_as_float(x, from + i, dtype, nullptr));
+  }
 }
 
 // x * sigmoid(by). Beyond +-126 the sigmoid is 0 or 1 to float32 anyway.
@@ -77,14 +80,18 @@ inline Vec gelu_tanh(Vec x) {
 inline Vec relu(Vec x) { return x < Vec{} ? Vec{} : x; }
 
 // act(gate) * up or act(x) for each vector of a row.
-template <class Act>
-inline void map_row(const void* x, int64_t row, DType dtype, bool gated, const Activations& out, int width, Act act) {
-  const int64_t from = row * width * (gated ? 2 : 1);
-  for (int i = 0; i < width; i += kLanes) {
-    Vec v = act(load_as_float(x, from + i, dtype, nullptr));
-    if (gated) v *= load_as_float(x, from + width + i, dtype, nullptr);
-    store_from_float((void*)out.x, row * width + i, out.dtype, v);
-  }
+template <bool Gated, class Act>
+inline void map_row(const void* x, int64_t row, DType dtype, const Activations& out, int width, Act act) {
+  const int64_t from = row * width * (Gated ? 2 : 1);
+  auto apply = [&](DType dtype) __attribute__((always_inline)) {
+    for (int i = 0; i < width; i += kLanes) {
+      Vec v = act(load_as_float(x, from + i, dtype, nullptr));
+      if (Gated) v *= load_as_float(x, from + width + i, dtype, nullptr);
+      store_from_float((void*)out.x, row * width + i, out.dtype, v);
+    }
+  };
+  if (dtype == out.dtype) apply(out.dtype);
+  else apply(dtype);
 }
 
 inline void clamped_row(const void* x, int64_t row, DType dtype, float limit, const Activations& out, int width) {
@@ -144,7 +151,10 @@ void norm_rows_in_team(Team& team, const void* x, DType dtype, const TandemNorm&
 
 void activate_row(const void* x, DType dtype, const TandemActivation& by, const Activations& out, int64_t row,
                   int width, bool quantize) {
-  auto apply = [&](auto act) { map_row(x, row, dtype, by.gated != 0, out, width, act); };
+  auto apply = [&](auto act) {
+    if (by.gated) map_row<true>(x, row, dtype, out, width, act);
+    else map_row<false>(x, row, dtype, out, width, act);
+  };
   if (by.limit != 0) clamped_row(x, row, dtype, by.limit, out, width);
   else
     switch ((Activation)by.act) {
@@ -174,6 +184,19 @@ void sigmoid_gate_in_team(Team& team, const Activations& x, const void* gate, bo
     if (quantize) quantize_row(x, r, heads * size);
   });
   team.wait();
+}
+
+void finish_logits(float* row, int64_t size, float scale, float cap) {
+  if (scale == 1 && cap == 0) return;
+  const Vec by = splat(cap == 0 ? scale : scale / cap);
+  auto finished = [&](Vec v) { return cap == 0 ? v * by : tanh_of(v * by) * splat(cap); };
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) store(row + i, finished(load(row + i)));
+  if (i == size) return;
+  float rest[kLanes] = {};
+  std::memcpy(rest, row + i, (size - i) * sizeof(float));
+  store(rest, finished(load(rest)));
+  std::memcpy(row + i, rest, (size - i) * sizeof(float));
 }
 
 int64_t RopeStore::first_wrong(int64_t num_positions) const {
@@ -247,6 +270,14 @@ void tandem_sigmoid_gate(void* x, const void* gate, int32_t per_head, int64_t ro
   const Activations activations = {x, (DType)dtype, rows, nullptr};
   with_team(threads_for(rows * heads * size, num_threads), [&](Team& team) {
     sigmoid_gate_in_team(team, activations, gate, per_head != 0, rows, heads, size, false);
+  });
+}
+
+// See finish_logits; logits [rows, size], dense.
+void tandem_finish_logits(float* logits, int64_t rows, int64_t size, float scale, float cap, int32_t num_threads) {
+  with_team(threads_for(rows * size, num_threads), [&](Team& team) {
+    team.share(rows, [&](int64_t r) { finish_logits(logits + r * size, size, scale, cap); });
+    team.wait();
   });
 }
 

@@ -62,6 +62,9 @@ void activate_row(const void* x, DType dtype, const TandemActivation& by, const 
 void sigmoid_gate_in_team(Team& team, const Activations& x, const void* gate, bool per_head, int64_t rows, int heads,
                           int size, bool quantize);
 
+// A row of logits <- logits * scale, then cap * tanh(logits / cap) unless cap is 0. A row of any length.
+void finish_logits(float* row, int64_t size, float scale, float cap);
+
 // From a fused QKV projection to attention's inputs.
 struct RopeStore {
   void* qkv;                 // [tokens, heads.row()] dense; it changes

@@ -88,6 +88,16 @@ inline Vec exp2_of(Vec x) {
 }
 constexpr float kLog2E = 1.44269504088896340736f;
 
+// sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|), which neither overflows nor cancels badly.
+inline Vec tanh_of(Vec x) {
+  const Vec size = maximum(x, -x), e = exp2_of(size * splat(-2 * kLog2E));
+  // Near 0 the difference 1 - e loses digits: use the series there.
+  const Vec square = x * x;
+  const Vec series = size * (splat(1.0f) - square * (splat(1 / 3.0f) - square * splat(2 / 15.0f)));
+  const Vec tanh = size < splat(0.03f) ? series : (splat(1.0f) - e) / (splat(1.0f) + e);
+  return x < Vec{} ? -tanh : tanh;
+}
+
 // Element i of a tensor of dtype, as one vector of kLanes from there.
 inline Vec load_as_float(const void* data, int64_t i, DType dtype, const float* table) {
   switch (dtype) {

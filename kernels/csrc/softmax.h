@@ -13,8 +13,8 @@ constexpr float kMinusInfinity = -INFINITY;
 struct State {
   float* base;  // [rows]; minus infinity before the first visible key
   float* sum;   // [rows, kLanes], the weights by lane
-  float* acc;   // [rows, head_size], weighted V
-  static int64_t floats(int64_t rows, int64_t head_size) { return rows * (1 + kLanes + head_size); }
+  float* acc;   // [rows, v_dim], weighted V
+  static int64_t floats(int64_t rows, int64_t v_dim) { return rows * (1 + kLanes + v_dim); }
 };
 
 // The base follows the maximum when that has outgrown it by so much: weights stay far from overflow, and most
@@ -25,22 +25,13 @@ inline float power(float x) { return exp2_of(splat(x))[0]; }
 
 // scores -> softcap * tanh(scores * scale / softcap)
 inline void cap(float* scores, float scale, float softcap) {
-  for (int t = 0; t < kTile; t += kLanes) {
-    // tanh(x) = sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|), which neither overflows nor cancels badly.
-    Vec x = load(scores + t) * splat(scale / softcap);
-    Vec size = maximum(x, -x);
-    Vec e = exp2_of(size * splat(-2 * kLog2E));
-    // Near 0 the difference 1 - e loses digits: use the series there.
-    Vec square = x * x;
-    Vec series = size * (splat(1.0f) - square * (splat(1 / 3.0f) - square * splat(2 / 15.0f)));
-    Vec tanh = size < splat(0.03f) ? series : (splat(1.0f) - e) / (splat(1.0f) + e);
-    store(scores + t, (x < Vec{} ? -tanh : tanh) * splat(softcap));
-  }
+  for (int t = 0; t < kTile; t += kLanes)
+    store(scores + t, tanh_of(load(scores + t) * splat(scale / softcap)) * splat(softcap));
 }
 
 // One row of scores joins its state; writes the weights 2^(score - maximum), times V's scales per key or null.
 template <class Type>
-inline void soften(const float* scores, float unit, int row, State& state, int head_size, const float* value_scales,
+inline void soften(const float* scores, float unit, int row, State& state, int v_dim, const float* value_scales,
                    typename Type::Left* weights) {
   constexpr int kCount = kTile / kLanes;
   Vec s[kCount];
@@ -54,8 +45,8 @@ inline void soften(const float* scores, float unit, int row, State& state, int h
     if (old != kMinusInfinity) {
       const float shrink = power(old - base);
       store(state.sum + row * kLanes, load(state.sum + row * kLanes) * splat(shrink));
-      float* acc = state.acc + int64_t(row) * head_size;
-      for (int d = 0; d < head_size; d += kLanes) store(acc + d, load(acc + d) * splat(shrink));
+      float* acc = state.acc + int64_t(row) * v_dim;
+      for (int d = 0; d < v_dim; d += kLanes) store(acc + d, load(acc + d) * splat(shrink));
     }
   }
   // A row that has seen no key yet has only scores of minus infinity, whose weight is 0 from any base.

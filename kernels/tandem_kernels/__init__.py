@@ -24,15 +24,25 @@ possible, else torch; with packed weights one call runs all layers (DecoderLayer
 
 from tandem_kernels.checks import KVCache, split_cache
 from tandem_kernels.decoder_layers import (
+    AttentionWeights,
+    BranchWeights,
     DecoderEnds,
     DecoderLayers,
-    LayerWeights,
+    MlpWeights,
     PackedProjection,
     StepInputs,
     StepTable,
+    SublayerWeights,
 )
 from tandem_kernels.draw_tokens import draw_token, draw_tokens
-from tandem_kernels.elementwise import NormWeights, activate, add_norm, norm_rows, sigmoid_gate
+from tandem_kernels.elementwise import (
+    NormWeights,
+    activate,
+    add_norm,
+    finish_logits,
+    norm_rows,
+    sigmoid_gate,
+)
 from tandem_kernels.gated_delta import GatedDeltaWeights, StateMetadata, gated_delta
 from tandem_kernels.interleaved_cache import deinterleave, interleave, runs_interleaved
 from tandem_kernels.moe import (
@@ -82,12 +92,14 @@ __all__ = [
     "Attention",
     "AttentionLayer",
     "AttentionMetadata",
+    "AttentionWeights",
+    "BranchWeights",
     "DecoderEnds",
     "DecoderLayers",
     "ExpertProjection",
     "GatedDeltaWeights",
     "KVCache",
-    "LayerWeights",
+    "MlpWeights",
     "MoeWeights",
     "NormWeights",
     "PackedExperts",
@@ -101,12 +113,14 @@ __all__ = [
     "StateMetadata",
     "StepInputs",
     "StepTable",
+    "SublayerWeights",
     "activate",
     "add_norm",
     "deinterleave",
     "dequantize_packed",
     "draw_token",
     "draw_tokens",
+    "finish_logits",
     "gated_delta",
     "interleave",
     "join_rows",

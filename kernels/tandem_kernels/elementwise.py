@@ -4,6 +4,7 @@ add_norm       hidden <- hidden + scale * delta, then the norm of hidden
 norm_rows      the norm of other rows: a sublayer's output, for example
 activate       act(gate) * up or act(x)                                    (SwiGLU: Shazeer, 2020)
 sigmoid_gate   x * sigmoid(gate), of attention's output
+finish_logits  cap * tanh(scale * logits / cap), after the head
 
     rms     x / sqrt(mean(x ** 2) + eps)                                   (Zhang, Sennrich, 2019)
     layer   (x - mean(x)) / sqrt(mean((x - mean(x)) ** 2) + eps)           (Ba et al., 2016)
@@ -219,3 +220,16 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         torch.get_num_threads(),
     )  # fmt: skip
     return x
+
+
+def finish_logits(logits: torch.Tensor, scale: float = 1.0, cap: float | None = None) -> torch.Tensor:
+    """logits [R, V] float32, dense, times scale, then cap * tanh(logits / cap) unless cap is None;
+    in place."""
+    if scale == 1 and cap is None:
+        return logits
+    if native.LIBRARY is None or logits.is_cuda:
+        return logits.mul_(scale) if cap is None else logits.mul_(scale / cap).tanh_().mul_(cap)
+    native.LIBRARY.tandem_finish_logits(
+        logits.data_ptr(), *logits.shape, scale, cap or 0.0, torch.get_num_threads()
+    )
+    return logits

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from tandem_kernels import native
+from tandem_kernels.checks import KVCache, keys_and_values, split_cache
 
 
 def runs_interleaved(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
@@ -26,26 +27,34 @@ def runs_interleaved(dtype: torch.dtype, head_size: int, block_size: int) -> boo
     )
 
 
-def interleave(kv_cache: torch.Tensor) -> torch.Tensor:
-    """A plain cache [num_blocks, 2, Hkv, block_size, D] -> the same shape, interleaved; a copy."""
-    per = _per_lane(kv_cache)
-    num_blocks, _, num_kv_heads, block_size, head_size = kv_cache.shape
-    keys = kv_cache[:, 0].reshape(num_blocks, num_kv_heads, block_size, head_size // per, per).transpose(2, 3)
-    values = kv_cache[:, 1].reshape(num_blocks, num_kv_heads, block_size // per, per, head_size)
-    values = values.transpose(3, 4)
-    return torch.stack([part.reshape(kv_cache[:, 0].shape) for part in (keys, values)], dim=1)
+def interleave(kv_cache: KVCache) -> KVCache:
+    """A plain cache, as one tensor or as K and V -> the same shapes, interleaved; a copy."""
+    keys, values = keys_and_values(kv_cache)
+    per = _per_lane(keys)
+    num_blocks, num_kv_heads, block_size, k_dim = keys.shape
+    new_keys = keys.reshape(num_blocks, num_kv_heads, block_size, k_dim // per, per).transpose(2, 3)
+    new_values = values.reshape(num_blocks, num_kv_heads, block_size // per, per, -1).transpose(3, 4)
+    return _joined(kv_cache, new_keys, new_values)
 
 
-def deinterleave(kv_cache: torch.Tensor) -> torch.Tensor:
+def deinterleave(kv_cache: KVCache) -> KVCache:
     """The inverse; a copy."""
-    per = _per_lane(kv_cache)
-    num_blocks, _, num_kv_heads, block_size, head_size = kv_cache.shape
-    keys = kv_cache[:, 0].reshape(num_blocks, num_kv_heads, head_size // per, block_size, per).transpose(2, 3)
-    values = (
-        kv_cache[:, 1].reshape(num_blocks, num_kv_heads, block_size // per, head_size, per).transpose(3, 4)
-    )
-    return torch.stack([part.reshape(kv_cache[:, 0].shape) for part in (keys, values)], dim=1)
+    keys, values = keys_and_values(kv_cache)
+    per = _per_lane(keys)
+    num_blocks, num_kv_heads, block_size, k_dim = keys.shape
+    new_keys = keys.reshape(num_blocks, num_kv_heads, k_dim // per, block_size, per).transpose(2, 3)
+    new_values = values.reshape(num_blocks, num_kv_heads, block_size // per, -1, per).transpose(3, 4)
+    return _joined(kv_cache, new_keys, new_values)
 
 
-def _per_lane(kv_cache: torch.Tensor) -> int:
-    return 4 // kv_cache.element_size()
+def _joined(like: KVCache, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
+    """A cache in the form of `like` whose blocks hold these numbers in their order."""
+    blocks = torch.cat([keys.flatten(1), values.flatten(1)], 1)
+    if isinstance(like, torch.Tensor):
+        return blocks.view(like.shape)
+    _, num_kv_heads, block_size, k_dim = like[0].shape
+    return split_cache(blocks, num_kv_heads, block_size, k_dim, like[1].shape[3])
+
+
+def _per_lane(keys: torch.Tensor) -> int:
+    return 4 // keys.element_size()

@@ -129,43 +129,66 @@ class QemuLibrary:
 
     def tandem_decoder_layers(self, call: Any) -> int:
         copy = native.LayersCall.from_buffer_copy(call._obj)
-        a = copy.attention
-        count, head_bytes = copy.end_layer, a.head_size * _ELEMENT_BYTES[a.query_dtype]
-        layers = (native.Layer * count).from_buffer_copy(
-            ctypes.string_at(copy.layers, count * ctypes.sizeof(native.Layer))
-        )
-        for layer in layers:
-            for name, width in (
-                ("input_norm", copy.hidden_size), ("post_norm", copy.hidden_size), ("q_norm", a.head_size),
-                ("k_norm", a.head_size),
-            ):  # fmt: skip
-                setattr(layer, name, self._put(getattr(layer, name), width * 4))
-            for name in ("qkv", "o", "gate_up", "down"):
-                weight = self._put_weight(getattr(layer, name))
-                setattr(layer, name, ctypes.cast(weight, ctypes.POINTER(native.LinearWeight)))
-            layer.cache = self._put(
-                layer.cache, a.num_blocks * 2 * a.num_kv_heads * a.block_size * head_bytes
-            )
-        copy.layers = self._put_struct(layers)
+        tokens, element = copy.attention.num_tokens, _ELEMENT_BYTES[copy.attention.query_dtype]
+        groups = _array(native.Group, copy.groups, copy.num_groups)
+        num_blocks = [(group.num_blocks, group.block_size) for group in groups]
+        for group in groups:
+            group.block_table = self._put(group.block_table, copy.attention.num_seqs * group.max_blocks * 4)
+            group.slots = self._put(group.slots, tokens * 8)
+        sublayers = _array(native.Sublayer, copy.sublayers, copy.end)
+        for sublayer in sublayers:
+            sublayer.post = self._norm(sublayer.post, copy.hidden_size)
+            for branch in sublayer.branches[: sublayer.num_branches]:
+                branch.pre, branch.post = (
+                    self._norm(norm, copy.hidden_size) for norm in (branch.pre, branch.post)
+                )
+                if branch.attention:
+                    mixer = self._attention_mixer(branch.attention[0], num_blocks, element)
+                    branch.attention = self._pointer(mixer)
+                elif branch.mlp:
+                    mlp = native.MlpMixer.from_buffer_copy(branch.mlp[0])
+                    mlp.up, mlp.down = (self._linear(weight) for weight in (mlp.up, mlp.down))
+                    branch.mlp = self._pointer(mlp)
+        copy.sublayers, copy.groups = self._put_struct(sublayers), self._put_struct(groups)
         for name, num_bytes in (
-            ("hidden", 4 * copy.hidden_size), ("delta", _ELEMENT_BYTES[a.query_dtype] * copy.hidden_size),
-            ("positions", 8), ("slots", 8),
+            ("hidden", 4 * copy.hidden_size), ("delta", element * copy.hidden_size), ("positions", 8),
         ):  # fmt: skip
-            setattr(copy, name, self._put(getattr(copy, name), a.num_tokens * num_bytes))
+            setattr(copy, name, self._put(getattr(copy, name), tokens * num_bytes))
         if copy.ends:
-            ends = native.Ends.from_buffer_copy(ctypes.string_at(copy.ends, ctypes.sizeof(native.Ends)))
-            row_bytes = _ELEMENT_BYTES[a.query_dtype] * copy.hidden_size
+            ends = _array(native.Ends, copy.ends, 1)[0]
+            row_bytes = element * copy.hidden_size
+            ends.norm = self._norm(ends.norm, copy.hidden_size)
             for name, num_bytes in (
-                ("token_ids", a.num_tokens * 8), ("embedding", ends.vocab_size * row_bytes),
-                ("norm", copy.hidden_size * 4), ("rows", ends.num_rows * 8),
+                ("token_ids", tokens * 8), ("embedding", ends.vocab_size * row_bytes),
+                ("learned_positions", ends.num_learned * row_bytes), ("rows", ends.num_rows * 8),
                 ("logits", ends.num_rows * ends.vocab_size * 4), ("likeliest", ends.num_rows * 8),
             ):  # fmt: skip
                 setattr(ends, name, self._put(getattr(ends, name), num_bytes))
-            ends.head = ctypes.cast(self._put_weight(ends.head), ctypes.POINTER(native.LinearWeight))
+            ends.head = self._linear(ends.head)
             copy.ends = self._put_struct(ends)
-        copy.rotations = self._put(copy.rotations, copy.num_positions * a.head_size * 4)
-        copy.attention = self._attention(a)
+        copy.attention = self._attention(copy.attention)
         return self._call("tandem_decoder_layers", 0, self._put_struct(copy))
+
+    def _attention_mixer(
+        self, given: native.AttentionMixer, num_blocks: Sequence[tuple[int, int]], element: int
+    ) -> native.AttentionMixer:
+        """A copy that points into the common memory; num_blocks: blocks and their tokens by group."""
+        mixer, heads = native.AttentionMixer.from_buffer_copy(given), given.heads
+        mixer.qkv, mixer.o = self._linear(mixer.qkv), self._linear(mixer.o)
+        if mixer.gate:
+            mixer.gate = self._linear(mixer.gate)
+        mixer.heads = self._heads(heads)
+        blocks, tokens = num_blocks[mixer.group]
+        cache_bytes = blocks * tokens * heads.num_kv_heads * (heads.k_dim + heads.v_dim) * element
+        mixer.cache = self._put(mixer.cache, cache_bytes)
+        mixer.sinks = self._put(mixer.sinks, heads.num_heads * 4)
+        return mixer
+
+    def _linear(self, weight: Any) -> Any:
+        return ctypes.cast(self._put_weight(weight), ctypes.POINTER(native.LinearWeight))
+
+    def _pointer(self, struct: Any) -> Any:
+        return ctypes.cast(self._put_struct(struct), ctypes.POINTER(type(struct)))
 
     def tandem_draw_tokens(
         self, logits: int, keys: int, temperature: int, top_k: int, top_p: int, log_min_p: int, out: int,
@@ -181,15 +204,14 @@ class QemuLibrary:
         """A copy that points into the common memory."""
         c = native.AttentionCall.from_buffer_copy(call)
         element = _ELEMENT_BYTES[c.query_dtype]
-        heads = c.num_heads * c.head_size
         per_token = (c.num_blocks, c.num_kv_heads, c.block_size)
-        cache = _span(
-            (c.num_blocks, 2, c.num_kv_heads, c.block_size * c.head_size), (*c.cache_strides, 1)
-        ) * _ELEMENT_BYTES[c.cache_dtype]  # fmt: skip
+        # The blocks without what follows V of the last head.
+        values = (c.num_blocks, c.num_kv_heads, c.block_size * c.v_dim)
+        cache = _span(values, (c.cache_strides[0], c.cache_strides[3], 1)) + c.cache_strides[1]
         for name, num_bytes in {
-            "query": _span((c.num_tokens, heads), (c.query_stride, 1)) * element,
-            "out": _span((c.num_tokens, heads), (c.out_stride, 1)) * element,
-            "cache": cache,
+            "query": _span((c.num_tokens, c.num_heads * c.k_dim), (c.query_stride, 1)) * element,
+            "out": _span((c.num_tokens, c.num_heads * c.v_dim), (c.out_stride, 1)) * element,
+            "cache": cache * _ELEMENT_BYTES[c.cache_dtype],
             "table": 256 * 4,
             "block_table": c.num_seqs * c.max_blocks * 4,
             "seq_lens": c.num_seqs * 4,
@@ -243,6 +265,12 @@ class QemuLibrary:
             ctypes.memmove(address, self._base + at, num_bytes)
         self._copies, self._end = [], 0
         return ctypes.c_int32(int(result)).value
+
+
+def _array(kind: Any, address: int | None, count: int) -> Any:
+    """A copy of the structs there."""
+    size = count * ctypes.sizeof(kind)
+    return (kind * count).from_buffer_copy(ctypes.string_at(address, size) if count else b"")
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -127,14 +127,9 @@ def test_attentions_bits_do_not_depend_on_chunks(dtype: torch.dtype, library: st
         assert torch.equal(part, whole[first:end])
 
 
-@pytest.mark.parametrize("packing", [None, Packing.INT8, Packing.INT4])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_one_call_for_all_layers(dtype: torch.dtype, packing: Packing | None, library: str) -> None:
+def test_one_call_for_all_sublayers(library: str) -> None:
     """Also interleaved caches: of float32 everywhere, of bfloat16 where the processor multiplies it."""
-    test_decoder_layers.test_one_call_gives_the_bits_of_many(2, True, packing, dtype, library)
-    test_decoder_layers.test_a_step_from_ids_to_logits_gives_the_bits_of_many_calls(
-        2, packing, dtype, library
-    )
+    test_decoder_layers.test_one_call_gives_the_bits_of_many(library=library)
 
 
 @pytest.mark.parametrize("kind", test_draw_tokens.KINDS)

@@ -18,24 +18,26 @@ import torch
 import torch.nn.functional as F
 from tandem_core.errors import InvariantError, ModelLoadError
 from tandem_core.model import spec as specs
-from tandem_core.model.spec import Activation, Head, ModelSpec, Norm, NormKind, Rope
+from tandem_core.model.spec import ModelSpec, Rope
 from tandem_kernels import (
     Attention,
     AttentionMetadata,
+    BranchWeights,
     DecoderEnds,
     DecoderLayers,
-    LayerWeights,
     NormWeights,
     PackedExperts,
     PackedWeight,
     StateMetadata,
     StepInputs,
+    SublayerWeights,
     add_norm,
+    finish_logits,
     make_attention,
     norm_rows,
     runs_interleaved,
 )
-from tandem_kernels.turbo_attention.interface import MAX_HEAD_SIZE
+from tandem_kernels.turbo_attention import MAX_GPU_HEAD_SIZE
 from torch import Tensor
 
 from tandem_engine.models.linear import Linear, PackedLinear
@@ -118,6 +120,11 @@ class DecoderSublayer:
     post_norm: NormWeights | None
     residual_scale: float
 
+    @property
+    def layers(self) -> list[int]:
+        """Whose caches it uses."""
+        return [branch.layer for branch in self.branches if branch.layer is not None]
+
 
 def supports(spec: ModelSpec, device: torch.device) -> str | None:
     """Why `Decoder` does not compute this model here, as a sentence; None: it does."""
@@ -138,9 +145,9 @@ def supports(spec: ModelSpec, device: torch.device) -> str | None:
     _, k_dim, v_dim = shapes.pop()
     if k_dim != v_dim:
         return f"the model has values of size {v_dim} and keys of size {k_dim}; use one where they are equal"
-    if device.type == "cuda" and k_dim > MAX_HEAD_SIZE:
+    if device.type == "cuda" and k_dim > MAX_GPU_HEAD_SIZE:
         return (
-            f"head size {k_dim} is more than the {MAX_HEAD_SIZE} that attention on a GPU takes; use "
+            f"head size {k_dim} is more than the {MAX_GPU_HEAD_SIZE} that attention on a GPU takes; use "
             "--device cpu, or another model"
         )
     return None
@@ -170,14 +177,14 @@ class Decoder:
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self.num_bytes += sum(part.nbytes for weight in weights.packed.values() for part in weight.parts)
         self._positions = weights.get("positions.weight")
+        groups = spec.kv_groups()
+        self._group_of = {layer: g for g, group in enumerate(groups) for layer in group.layers}
         self._sublayers = tuple(self._build(weights))
         self._norm = weights.norm(spec.norm, "norm")
         self._lm_head = make_linear(
             weights.weight("lm_head") if weights.has("lm_head") else self.embed_tokens,
             tensors.get("lm_head.bias"),
         )
-        groups = spec.kv_groups()
-        self._group_of = {layer: g for g, group in enumerate(groups) for layer in group.layers}
         # One for each group and head size, since each keeps a step's plan.
         keys = {(self._group_of[n], a.k_dim) for n, a in enumerate(spec.attentions)}
         self._attention = {key: make_attention(self.dtype, key[1], self.device) for key in keys}
@@ -195,7 +202,8 @@ class Decoder:
                     case specs.Attention(rope=rope):
                         if rope is not None and rope not in rotations:
                             rotations[rope] = rotation_table(rope, self.spec.max_len).to(self.device)
-                        built = AttentionMixer(mixer, own, rotations[rope], num_attentions)
+                        group = self._group_of[num_attentions]
+                        built = AttentionMixer(mixer, own, rotations[rope], num_attentions, group)
                     case specs.GatedDelta():
                         built = GatedDeltaMixer(mixer, own, layer - num_attentions)
                     case specs.Mlp():
@@ -213,28 +221,43 @@ class Decoder:
             yield DecoderSublayer(tuple(branches), post, sublayer.residual_scale)
 
     def _compile(self) -> DecoderLayers | None:
-        """All layers as one call, where the kernels cover these weights."""
-        pairs = zip(self._sublayers[::2], self._sublayers[1::2], strict=False)
-        packed = [layer for pair in pairs if (layer := _packed_layer(*pair)) is not None]
-        first, norm = self.spec.attentions[0], None if self._norm is None else self._norm.weight
-        if (
-            not _is_plain(self.spec)
-            or 2 * len(packed) < len(self._sublayers)
-            or norm is None
-            or not DecoderLayers.supports(packed, self.dtype, first.k_dim)
-        ):
-            return None
-        return DecoderLayers(
-            packed,
-            self.dtype,
-            head_size=first.k_dim,
-            eps=self.spec.norm.eps,
-            scale=first.scale,
-            softcap=first.cap,
-            ends=DecoderEnds(self.embed_tokens, norm, self._lm_head.projection)
-            if isinstance(self._lm_head, PackedLinear)
-            else None,
+        """All sublayers as one call, where the kernels cover these weights."""
+        sublayers = [
+            SublayerWeights(
+                tuple(
+                    BranchWeights(mixer, branch.pre_norm, branch.post_norm)
+                    for branch in sublayer.branches
+                    if (mixer := branch.mixer.compiled()) is not None
+                ),
+                sublayer.post_norm,
+                sublayer.residual_scale,
+            )
+            for sublayer in self._sublayers
+        ]
+        complete = all(
+            len(s.branches) == len(ours.branches) for s, ours in zip(self._sublayers, sublayers, strict=True)
         )
+        if not complete or not DecoderLayers.supports(sublayers, self.dtype):
+            return None
+        ends = None
+        if isinstance(self._lm_head, PackedLinear) and self._norm is not None:
+            ends = DecoderEnds(
+                self.embed_tokens,
+                self._norm,
+                self._lm_head.projection,
+                embed_scale=self.spec.embed_scale,
+                learned_positions=self._positions,
+                position_offset=self.spec.position_offset,
+                logit_scale=self.spec.head.scale,
+                logit_cap=self.spec.head.cap,
+            )
+        return DecoderLayers(sublayers, self.dtype, ends=ends)
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """Sublayers first to end - 1, each span with one of those that cache and what follows it."""
+        caching = [s for s, sublayer in enumerate(self._sublayers) if sublayer.layers]
+        firsts = [0, *caching[1:]]
+        return zip(firsts, [*firsts[1:], len(self._sublayers)], strict=True)
 
     @property
     def is_compiled(self) -> bool:
@@ -248,8 +271,9 @@ class Decoder:
 
     def reads_interleaved(self, block_size: int) -> bool:
         """Whether `forward` takes interleaved caches with blocks of this many tokens."""
-        return self._compiled is not None and runs_interleaved(
-            self.dtype, self.spec.attentions[0].k_dim, block_size
+        dims = {dim for a in self.spec.attentions for dim in (a.k_dim, a.v_dim)}
+        return self._compiled is not None and all(
+            runs_interleaved(self.dtype, dim, block_size) for dim in dims
         )
 
     @torch.inference_mode()
@@ -276,26 +300,25 @@ class Decoder:
         hidden = self._embed(inputs)
         if self._compiled is not None:
             delta = torch.empty_like(hidden, dtype=self.dtype)
-            # Layer by layer only for a listener, or for block tables by group.
-            num_layers = len(self.spec.cached)
-            step = num_layers if on_layer_done is None and not inputs.more_groups else 1
-            groups = self._groups_of_layers(inputs)
-            for first in range(0, num_layers, step):
+            # Layer by layer only for a listener.
+            spans = self._spans() if on_layer_done is not None else [(0, len(self._sublayers))]
+            for first, end in spans:
                 self._compiled.run(
                     first,
-                    first + step,
+                    end,
                     hidden,
                     delta,
                     inputs.positions,
-                    self._rotations,
                     kv_caches,
-                    groups[first].slot_mapping,
-                    groups[first].attention,
+                    inputs.slot_mapping,
+                    inputs.attention,
+                    more_groups=[(group.slot_mapping, group.attention) for group in inputs.more_groups],
                     interleaved=interleaved,
                 )
-                if on_layer_done is not None:
-                    on_layer_done(first)
-            return add_norm(hidden, delta, self._norm, self.dtype)
+                for layer in (n for sublayer in self._sublayers[first:end] for n in sublayer.layers):
+                    if on_layer_done is not None:
+                        on_layer_done(layer)
+            return add_norm(hidden, delta, self._norm, self.dtype, scale=self._sublayers[-1].residual_scale)
         groups = self._groups_of_layers(inputs)
         if attention is not None and inputs.more_groups:
             raise InvariantError("a backend of the caller's plans for one group of layers")
@@ -347,13 +370,6 @@ class Decoder:
                 delta = norm_rows(delta, sublayer.post_norm)
         return add_norm(hidden, delta, self._norm, self.dtype, scale=scale)
 
-    @property
-    def _rotations(self) -> Tensor:
-        """Of the compiled layers."""
-        mixer = self._sublayers[0].branches[0].mixer
-        assert isinstance(mixer, AttentionMixer) and mixer.rotations is not None
-        return mixer.rotations
-
     @torch.inference_mode()
     def replay(self, states: StateInputs, rows: Tensor, metadata: StateMetadata) -> None:
         """Advances the recurrent states over rows [n] of the last step, which kept what that needs."""
@@ -376,74 +392,9 @@ class Decoder:
         """
         if self._compiled is None:
             raise InvariantError("only compiled layers compute a step in one call")
-        return self._compiled.step(inputs, self._rotations, kv_caches, rows, interleaved=interleaved)
+        return self._compiled.step(inputs, kv_caches, rows, interleaved=interleaved)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden], rows of forward's result -> [R, vocab] float32."""
-        logits, head = self._lm_head(hidden, torch.float32), self.spec.head
-        if head.scale != 1:
-            logits *= head.scale
-        return logits if head.cap is None else torch.tanh(logits / head.cap) * head.cap
-
-
-def _is_plain(spec: ModelSpec) -> bool:
-    """Whether the model is a llama with equal layers, which are what the compiled call computes."""
-    norm, first = Norm(NormKind.RMS, spec.norm.eps), spec.attentions[0]
-    if first.rope is None or first.rope.dims != first.k_dim:
-        return False
-    if spec.norm != norm or spec.embed_scale != 1 or spec.learned_positions:
-        return False
-    if replace(spec.head, tied=True) != Head(tied=True):
-        return False
-    for s, sublayer in enumerate(spec.sublayers):
-        if len(sublayer.branches) > 1 or sublayer.post or sublayer.residual_scale != 1:
-            return False
-        branch = sublayer.branches[0]
-        mixer = branch.mixer
-        if branch.pre != norm or branch.post:
-            return False
-        if s % 2:
-            if not isinstance(mixer, specs.Mlp) or not mixer.gated or mixer.act is not Activation.SILU:
-                return False
-            if mixer.limit is not None:
-                return False
-        elif not isinstance(mixer, specs.Attention) or mixer != specs.Attention(
-            first.heads, first.kv_heads, first.k_dim, first.k_dim, first.scale, first.rope, mixer.window,
-            first.cap, qk_norm=norm if first.qk_norm else None, biases=mixer.biases,
-        ):  # fmt: skip
-            return False
-    return True
-
-
-def _packed_layer(attention: DecoderSublayer, mlp: DecoderSublayer) -> LayerWeights | None:
-    """The layer's weights for the compiled call; None if that does not cover the layer."""
-    first, second = attention.branches[0], mlp.branches[0]
-    mixer, after = first.mixer, second.mixer
-    if not (isinstance(mixer, AttentionMixer) and isinstance(after, MlpMixer)):
-        return None
-    qkv, o, gate_up, down = mixer.qkv, mixer.o, after.up, after.down
-    pre, post, layer = first.pre_norm, second.pre_norm, mixer.layer
-    if not (
-        isinstance(qkv, PackedLinear)
-        and isinstance(o, PackedLinear)
-        and isinstance(gate_up, PackedLinear)
-        and isinstance(down, PackedLinear)
-        and pre is not None
-        and pre.weight is not None
-        and post is not None
-        and post.weight is not None
-        and layer.sinks is layer.k_scale is layer.v_scale is None
-    ):
-        return None
-    return LayerWeights(
-        input_norm=pre.weight,
-        qkv=qkv.projection,
-        q_norm=None if mixer.q_norm is None else mixer.q_norm.weight,
-        k_norm=None if mixer.k_norm is None else mixer.k_norm.weight,
-        o=o.projection,
-        post_norm=post.weight,
-        gate_up=gate_up.projection,
-        down=down.projection,
-        window=layer.window,
-    )
+        return finish_logits(self._lm_head(hidden, torch.float32), self.spec.head.scale, self.spec.head.cap)

@@ -16,11 +16,14 @@ from tandem_core.model import spec
 from tandem_kernels import (
     Attention,
     AttentionLayer,
+    AttentionWeights,
     ExpertProjection,
     GatedDeltaWeights,
+    MlpWeights,
     MoeWeights,
     NormWeights,
     PackedExperts,
+    PackedProjection,
     PackedWeight,
     RouterScore,
     Routing,
@@ -34,7 +37,7 @@ from tandem_kernels import (
 )
 from torch import Tensor
 
-from tandem_engine.models.linear import Linear
+from tandem_engine.models.linear import Linear, PackedLinear
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,9 @@ class MixerInputs:
 
 class Mixer(Protocol):
     def __call__(self, x: Tensor, inputs: MixerInputs) -> Tensor: ...
+
+    def compiled(self) -> AttentionWeights | MlpWeights | MoeWeights | None:
+        """Its weights for the compiled call; None where that does not cover them."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,12 @@ class Weights:
 class AttentionMixer:
     """Projections, norms and rotation of heads, storing of keys and values, attention, output gate."""
 
-    def __init__(self, a: spec.Attention, weights: Weights, rotations: Tensor | None, layer: int) -> None:
-        """rotations: of models.rope, None without RoPE; layer: whose cache it uses."""
+    def __init__(
+        self, a: spec.Attention, weights: Weights, rotations: Tensor | None, layer: int, group: int
+    ) -> None:
+        """rotations: of models.rope, None without RoPE; layer: whose cache it uses; group: of that layer."""
         self.spec, self.rotations = a, rotations
-        self._cache = layer
+        self._cache, self._group = layer, group
         self.qkv, self.o = weights.linear("qkv_proj"), weights.linear("o_proj")
         self._gate = weights.linear("gate_proj") if a.gate else None
         self.q_norm, self.k_norm = weights.norm(a.qk_norm, "q_norm"), weights.norm(a.qk_norm, "k_norm")
@@ -154,6 +162,34 @@ class AttentionMixer:
             attended = sigmoid_gate(attended, self._gate(x))
         return self.o(attended.view(-1, a.heads * a.v_dim))
 
+    def compiled(self) -> AttentionWeights | None:
+        a, layer = self.spec, self.layer
+        qkv, o, gate = (None if p is None else _projection(p) for p in (self.qkv, self.o, self._gate))
+        if qkv is None or o is None or (gate is None) != (self._gate is None):
+            return None
+        if layer.k_scale is not None or layer.v_scale is not None or a.query_growth is not None:
+            return None
+        return AttentionWeights(
+            qkv,
+            o,
+            a.heads,
+            a.kv_heads,
+            a.k_dim,
+            a.v_dim,
+            a.scale,
+            self.rotations,
+            window=a.window,
+            softcap=a.cap,
+            sinks=None if layer.sinks is None else layer.sinks.float(),
+            gate=gate,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            v_norm=self._v_norm,
+            norm_whole=a.norm_whole,
+            norm_after_rope=a.norm_after_rope,
+            group=self._group,
+        )
+
 
 class GatedDeltaMixer:
     """Projections, convolution, gated delta rule, gated norm, and the projection of its output.
@@ -188,6 +224,9 @@ class GatedDeltaMixer:
             inputs.states.kept.append(projected)
         return self._o(self._mix(projected, inputs.states, inputs.states.metadata))
 
+    def compiled(self) -> None:
+        """The compiled call has no recurrent layers."""
+
     def replay(self, rows: Tensor, states: StateInputs, metadata: StateMetadata) -> None:
         """Advances the state over rows [n] of a step, in the sequences of metadata."""
         self._mix(states.kept[self._layer].index_select(0, rows), states, metadata)
@@ -207,6 +246,17 @@ class MlpMixer:
     def __call__(self, x: Tensor, inputs: MixerInputs) -> Tensor:
         mlp = self.spec
         return self.down(activate(self.up(x), mlp.act, mlp.gated, mlp.limit))
+
+    def compiled(self) -> MlpWeights | None:
+        mlp, up, down = self.spec, _projection(self.up), _projection(self.down)
+        if up is None or down is None:
+            return None
+        return MlpWeights(up, down, mlp.act, mlp.gated, mlp.limit)
+
+
+def _projection(linear: Linear) -> PackedProjection | None:
+    """The compiled kernels' form of its weights, where it has one."""
+    return linear.projection if isinstance(linear, PackedLinear) else None
 
 
 class MoeMixer:
@@ -234,6 +284,9 @@ class MoeMixer:
 
     def __call__(self, x: Tensor, inputs: MixerInputs) -> Tensor:
         return moe(x, self.weights)
+
+    def compiled(self) -> MoeWeights:
+        return self.weights
 
 
 def _kv_scale(scale: Tensor | None, num_kv_heads: int) -> Tensor | None:

@@ -56,10 +56,11 @@ class AttentionCall(ctypes.Structure):
         )),
         ("query_stride", _INT64),
         ("out_stride", _INT64),
-        *((name, _INT64 * 3) for name in ("cache_strides", "k_token_scale_strides", "v_token_scale_strides")),
+        ("cache_strides", _INT64 * 4),
+        *((name, _INT64 * 3) for name in ("k_token_scale_strides", "v_token_scale_strides")),
         *((name, _INT32) for name in (
-            "num_seqs", "max_blocks", "num_blocks", "num_tokens", "num_heads", "num_kv_heads", "head_size",
-            "block_size", "query_dtype", "cache_dtype", "window",
+            "num_seqs", "max_blocks", "num_blocks", "num_tokens", "num_heads", "num_kv_heads", "k_dim",
+            "v_dim", "block_size", "query_dtype", "cache_dtype", "window",
         )),
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
@@ -105,25 +106,81 @@ class Heads(ctypes.Structure):
     )  # fmt: skip
 
 
-class Layer(ctypes.Structure):
-    """TandemLayer of csrc/decoder.cpp."""
+class Group(ctypes.Structure):
+    """TandemGroup of csrc/decoder.cpp."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-        *((name, ctypes.POINTER(LinearWeight)) for name in ("qkv", "o", "gate_up", "down")),
-        ("cache", _POINTER),
-        ("window", _INT32),
+        ("block_table", _POINTER),
+        ("slots", _POINTER),
+        *((name, _INT32) for name in ("max_blocks", "num_blocks", "block_size")),
     )
+
+
+class AttentionMixer(ctypes.Structure):
+    """TandemAttentionMixer of csrc/decoder.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.POINTER(LinearWeight)) for name in ("qkv", "o", "gate")),
+        ("heads", Heads),
+        ("cache", _POINTER),
+        ("sinks", _POINTER),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+        ("window", _INT32),
+        ("group", _INT32),
+    )
+
+
+class MlpMixer(ctypes.Structure):
+    """TandemMlp of csrc/decoder.cpp."""
+
+    _fields_ = (*((name, ctypes.POINTER(LinearWeight)) for name in ("up", "down")), ("act", Activation))
+
+
+class Moe(ctypes.Structure):
+    """TandemMoe of csrc/moe.h."""
+
+    _fields_ = (
+        ("router", ctypes.POINTER(LinearWeight)),
+        ("correction", _POINTER),
+        *((name, ctypes.POINTER(LinearWeight)) for name in (
+            "gate_up", "down", "shared_gate_up", "shared_down",
+        )),
+        ("shared_gate", _POINTER),
+        ("act", Activation),
+        *((name, _INT32) for name in ("experts", "top_k", "score", "groups", "top_groups", "renorm")),
+        ("scale", _FLOAT),
+    )  # fmt: skip
+
+
+class Branch(ctypes.Structure):
+    """TandemBranch of csrc/decoder.cpp."""
+
+    _fields_ = (
+        ("pre", Norm),
+        ("post", Norm),
+        ("attention", ctypes.POINTER(AttentionMixer)),
+        ("mlp", ctypes.POINTER(MlpMixer)),
+        ("moe", ctypes.POINTER(Moe)),
+    )
+
+
+class Sublayer(ctypes.Structure):
+    """TandemSublayer of csrc/decoder.cpp."""
+
+    _fields_ = (("branches", Branch * 2), ("num_branches", _INT32), ("scale", _FLOAT), ("post", Norm))
 
 
 class Ends(ctypes.Structure):
     """TandemEnds of csrc/decoder.cpp."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("token_ids", "embedding", "norm")),
+        *((name, _POINTER) for name in ("token_ids", "embedding", "learned_positions")),
+        ("norm", Norm),
         ("head", ctypes.POINTER(LinearWeight)),
         *((name, _POINTER) for name in ("rows", "logits", "likeliest")),
-        *((name, _INT64) for name in ("num_rows", "vocab_size")),
+        *((name, _INT64) for name in ("num_rows", "vocab_size", "num_learned", "position_offset")),
+        *((name, _FLOAT) for name in ("embed_scale", "logit_scale", "logit_cap")),
     )
 
 
@@ -131,14 +188,10 @@ class LayersCall(ctypes.Structure):
     """TandemLayers of csrc/decoder.cpp."""
 
     _fields_ = (
-        *((name, _POINTER) for name in (
-            "layers", "ends", "hidden", "delta", "positions", "slots", "rotations",
-        )),
-        ("num_positions", _INT64),
+        *((name, _POINTER) for name in ("sublayers", "groups", "ends", "hidden", "delta", "positions")),
         ("attention", AttentionCall),
-        *((name, _INT32) for name in ("first_layer", "end_layer", "hidden_size", "intermediate_size")),
-        ("eps", _FLOAT),
-    )  # fmt: skip
+        *((name, _INT32) for name in ("first", "end", "num_groups", "hidden_size")),
+    )
 
 
 class States(ctypes.Structure):
@@ -173,22 +226,6 @@ class GatedDeltaInputs(ctypes.Structure):
     _fields_ = tuple(
         field for name in ("qkv", "z", "b", "a") for field in ((name, _POINTER), (f"{name}_stride", _INT64))
     )
-
-
-class Moe(ctypes.Structure):
-    """TandemMoe of csrc/moe.h."""
-
-    _fields_ = (
-        ("router", ctypes.POINTER(LinearWeight)),
-        ("correction", _POINTER),
-        *((name, ctypes.POINTER(LinearWeight)) for name in (
-            "gate_up", "down", "shared_gate_up", "shared_down",
-        )),
-        ("shared_gate", _POINTER),
-        ("act", Activation),
-        *((name, _INT32) for name in ("experts", "top_k", "score", "groups", "top_groups", "renorm")),
-        ("scale", _FLOAT),
-    )  # fmt: skip
 
 
 def instruction_sets() -> list[str]:
@@ -257,6 +294,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.tandem_decoder_layers.restype = _INT64
     library.tandem_draw_tokens.argtypes = [*[_POINTER] * 7, *[_INT64] * 2, _INT32]
     library.tandem_draw_tokens.restype = None
+    library.tandem_finish_logits.argtypes = [_POINTER, _INT64, _INT64, _FLOAT, _FLOAT, _INT32]
+    library.tandem_finish_logits.restype = None
     library.tandem_rope_store.argtypes = [
         ctypes.POINTER(Heads), *[_POINTER] * 4, *[_INT64] * 2, *[_INT32] * 3,
     ]  # fmt: skip

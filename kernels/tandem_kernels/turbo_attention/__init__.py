@@ -20,9 +20,11 @@ from typing import Literal
 
 import torch
 
+from tandem_kernels.checks import KVCache
 from tandem_kernels.turbo_attention.cpu_native import NativeAttention
 from tandem_kernels.turbo_attention.cpu_torch import TorchAttention
 from tandem_kernels.turbo_attention.interface import (
+    MAX_GPU_HEAD_SIZE,
     MAX_HEAD_SIZE,
     MAX_TREE_NODES,
     Attention,
@@ -32,6 +34,7 @@ from tandem_kernels.turbo_attention.interface import (
 from tandem_kernels.turbo_attention.reference import ReferenceAttention
 
 __all__ = [
+    "MAX_GPU_HEAD_SIZE",
     "MAX_HEAD_SIZE",
     "MAX_TREE_NODES",
     "Attention",
@@ -84,7 +87,7 @@ def make_attention(
 
 def turbo_attention(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: KVCache,
     metadata: AttentionMetadata,
     layer: AttentionLayer,
     *,

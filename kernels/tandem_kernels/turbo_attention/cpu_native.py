@@ -13,6 +13,7 @@ import functools
 import torch
 
 from tandem_kernels import native
+from tandem_kernels.checks import KVCache, is_dense_cache, keys_and_values
 from tandem_kernels.interleaved_cache import runs_interleaved
 from tandem_kernels.quantize import is_per_token
 from tandem_kernels.turbo_attention.interface import (
@@ -43,29 +44,33 @@ class NativeAttention(Attention):
         )
 
     def _run(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, layer: AttentionLayer, out: torch.Tensor | None
+        self, query: torch.Tensor, kv_cache: KVCache, layer: AttentionLayer, out: torch.Tensor | None
     ) -> torch.Tensor:
         if query.device.type != "cpu":
             raise ValueError(f'query is on {query.device}, wanted a CPU tensor for backend "cpu"')
-        num_blocks, _, num_kv_heads, block_size, head_size = kv_cache.shape
+        keys, values = keys_and_values(kv_cache)
+        num_blocks, num_kv_heads, block_size, k_dim = keys.shape
+        v_dim = values.shape[3]
+        if (values.data_ptr() - keys.data_ptr()) % keys.element_size() or values.stride(0) != keys.stride(0):
+            raise ValueError("kv_cache has K and V of different memory, wanted two views of one tensor")
         if self._interleaved and not (
-            kv_cache.dtype == query.dtype
-            and kv_cache.is_contiguous()
-            and runs_interleaved(kv_cache.dtype, head_size, block_size)
+            keys.dtype == query.dtype
+            and is_dense_cache(kv_cache)
+            and all(runs_interleaved(keys.dtype, dim, block_size) for dim in (k_dim, v_dim))
         ):
             raise ValueError(
-                f"kv_cache has dtype {kv_cache.dtype}, shape {list(kv_cache.shape)} and strides "
-                f"{list(kv_cache.stride())} and cannot be read interleaved; wanted a contiguous one of "
-                f"{query.dtype}, for which runs_interleaved says True"
+                f"kv_cache has dtype {keys.dtype}, K {list(keys.shape)} and V {list(values.shape)} with "
+                f"strides {list(keys.stride())} and {list(values.stride())} and cannot be read interleaved; "
+                f"wanted a contiguous one of {query.dtype}, for which runs_interleaved says True"
             )
         # The kernel wants heads side by side; in a fused projection's view they are.
-        if query.stride(1) != head_size:
+        if query.stride(1) != k_dim:
             query = query.contiguous()
         result = out
-        if result is None or result.stride(1) != head_size:
-            result = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if result is None or result.stride(1) != v_dim:
+            result = query.new_empty(*query.shape[:2], v_dim)
         # What the call points to must live as long as it.
-        table = _table(kv_cache.dtype) if kv_cache.dtype in _FLOAT8 else None
+        table = _table(keys.dtype) if keys.dtype in _FLOAT8 else None
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
         k_scale, v_scale = (
             None
@@ -73,11 +78,26 @@ class NativeAttention(Attention):
             else scale_per_kv_head(scale, num_kv_heads, torch.float32, query.device).contiguous()
             for scale in (layer.k_scale, layer.v_scale)
         )
-        call = native_cache(kv_cache, query.shape[1], query.dtype)
+        call = native.AttentionCall(
+            cache_strides=(
+                keys.stride(0),
+                (values.data_ptr() - keys.data_ptr()) // keys.element_size(),
+                keys.stride(1),
+                values.stride(1),
+            ),
+            num_blocks=num_blocks,
+            num_heads=query.shape[1],
+            num_kv_heads=num_kv_heads,
+            k_dim=k_dim,
+            v_dim=v_dim,
+            block_size=block_size,
+            query_dtype=native.DTYPE[query.dtype],
+            cache_dtype=_cache_dtype(keys.dtype),
+        )
         point_to(call, self.metadata, len(query))
         call.query, call.query_stride = query.data_ptr(), query.stride(0)
         call.out, call.out_stride = result.data_ptr(), result.stride(0)
-        call.cache, call.table = kv_cache.data_ptr(), _pointer(table)
+        call.cache, call.table = keys.data_ptr(), _pointer(table)
         call.sinks, call.k_scale, call.v_scale = _pointer(sinks), _pointer(k_scale), _pointer(v_scale)
         if is_per_token(layer.k_scale):
             call.k_token_scale, call.k_token_scale_strides = layer.k_scale.data_ptr(), layer.k_scale.stride()
@@ -93,21 +113,6 @@ class NativeAttention(Attention):
             out.copy_(result)
             return out
         return result
-
-
-def native_cache(kv_cache: torch.Tensor, num_heads: int, dtype: torch.dtype) -> native.AttentionCall:
-    """The kernel's arguments that do not change from step to step."""
-    num_blocks, _, num_kv_heads, block_size, head_size = kv_cache.shape
-    return native.AttentionCall(
-        cache_strides=kv_cache.stride()[:3],
-        num_blocks=num_blocks,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        block_size=block_size,
-        query_dtype=native.DTYPE[dtype],
-        cache_dtype=_cache_dtype(kv_cache.dtype),
-    )
 
 
 def point_to(call: native.AttentionCall, metadata: AttentionMetadata, num_tokens: int) -> None:

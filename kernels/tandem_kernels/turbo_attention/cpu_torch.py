@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from tandem_kernels.checks import KVCache
 from tandem_kernels.quantize import is_per_token
 from tandem_kernels.turbo_attention.cpu_torch_plan import Geometry, Group, plan
 from tandem_kernels.turbo_attention.interface import (
@@ -23,6 +24,7 @@ from tandem_kernels.turbo_attention.interface import (
     AttentionMetadata,
     scale_per_kv_head,
 )
+from tandem_kernels.turbo_attention.reference import ReferenceAttention
 
 # What F.scaled_dot_product_attention calls; it alone returns the log-sum-exp.
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -44,10 +46,15 @@ class TorchAttention(Attention):
         self._plans.clear()
 
     def _run(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, layer: AttentionLayer, out: torch.Tensor | None
+        self, query: torch.Tensor, kv_cache: KVCache, layer: AttentionLayer, out: torch.Tensor | None
     ) -> torch.Tensor:
         if query.device.type != "cpu":
             raise ValueError(f'query is on {query.device}, wanted a CPU tensor for backend "torch"')
+        if isinstance(kv_cache, tuple):
+            # Torch's fused attention wants keys and values of one size.
+            reference = ReferenceAttention()
+            reference.prepare(self.metadata)
+            return reference.run(query, kv_cache, layer, out)
         dtype = self._compute_dtype(query.dtype)
         if layer.softcap is not None and dtype == torch.bfloat16:
             dtype = torch.float32  # these logits pass through memory, where bfloat16 would round them

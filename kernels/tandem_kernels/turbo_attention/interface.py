@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
+from tandem_kernels.checks import KVCache, keys_and_values
 from tandem_kernels.quantize import LARGEST, Scale, is_per_token
 
 #: A longer sequence of new tokens is a prefill chunk: causal, whatever its bits.
 MAX_TREE_NODES = 64
-#: Of the compiled and the Triton kernel.
-MAX_HEAD_SIZE = 256
+#: Of keys and of values: of the compiled kernel, and of the Triton kernel.
+MAX_HEAD_SIZE = 576
+MAX_GPU_HEAD_SIZE = 256
 
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -142,49 +144,58 @@ class Attention(ABC):
     def run(
         self,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         layer: AttentionLayer,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with the step's T new tokens to the cached K and V of one layer.
 
         Args:
-            query: [T, Hq, D] float32, float16, bfloat16 or float64; last dimension dense. RoPE applied.
-            kv_cache: [num_blocks, 2, Hkv, block_size, D], the last two dimensions dense, the query's dtype,
+            query: [T, Hq, D_k] float32, float16, bfloat16 or float64; last dimension dense. RoPE applied.
+            kv_cache: a KVCache with heads of D_k and D_v, the last two dimensions dense, the query's dtype,
                 int8 or float8; Hq is a multiple of Hkv, and query head h reads K/V head h // (Hq // Hkv).
             layer: the layer's constants.
-            out: [T, Hq, D] of the query's dtype to write to; a new tensor when None.
+            out: [T, Hq, D_v] of the query's dtype to write to; a new tensor when None.
 
         Returns:
-            [T, Hq, D] of the query's dtype: out, or a new tensor. Rows past query_start_loc[B] are undefined.
+            [T, Hq, D_v] of the query's dtype: out, or a new tensor. Rows past query_start_loc[B] are
+            undefined.
 
         Raises:
             ValueError: a shape, stride, dtype, device or value does not fit; the message names the argument.
         """
         self._check(query, kv_cache, layer)
-        if out is not None and (out.shape != query.shape or out.dtype != query.dtype or out.stride(2) != 1):
+        shape = (*query.shape[:2], keys_and_values(kv_cache)[1].shape[3])
+        if out is not None and (out.shape != shape or out.dtype != query.dtype or out.stride(2) != 1):
             raise ValueError(
                 f"out has shape {list(out.shape)}, strides {list(out.stride())} and dtype {out.dtype}, "
-                f"wanted {list(query.shape)} of {query.dtype}, dense in the last dimension"
+                f"wanted {list(shape)} of {query.dtype}, dense in the last dimension"
             )
         return self._run(query, kv_cache, layer, out)
 
     @abstractmethod
     def _run(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, layer: AttentionLayer, out: torch.Tensor | None
+        self, query: torch.Tensor, kv_cache: KVCache, layer: AttentionLayer, out: torch.Tensor | None
     ) -> torch.Tensor:
         """`run` with checked arguments."""
 
-    def _check(self, query: torch.Tensor, kv_cache: torch.Tensor, layer: AttentionLayer) -> None:
-        if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
+    def _check(self, query: torch.Tensor, kv_cache: KVCache, layer: AttentionLayer) -> None:
+        if isinstance(kv_cache, torch.Tensor) and (kv_cache.dim() != 5 or kv_cache.shape[1] != 2):
             raise ValueError(
                 f"kv_cache has shape {list(kv_cache.shape)}, wanted [num_blocks, 2, Hkv, block_size, D]"
             )
-        num_blocks, _, num_kv_heads, block_size, head_size = kv_cache.shape
-        if kv_cache.stride(4) != 1 or kv_cache.stride(3) != head_size:
+        keys, values = keys_and_values(kv_cache)
+        if keys.dim() != 4 or values.shape[:3] != keys.shape[:3] or values.dtype != keys.dtype:
             raise ValueError(
-                f"kv_cache has strides {list(kv_cache.stride())}, wanted the last two dimensions dense"
+                f"kv_cache has K {list(keys.shape)} of {keys.dtype} and V {list(values.shape)} of "
+                f"{values.dtype}, wanted [num_blocks, Hkv, block_size, D] of one dtype"
             )
+        num_blocks, num_kv_heads, block_size, head_size = keys.shape
+        for part in (keys, values):
+            if part.stride(3) != 1 or part.stride(2) != part.shape[3]:
+                raise ValueError(
+                    f"kv_cache has strides {list(part.stride())}, wanted the last two dimensions dense"
+                )
         if query.dim() != 3:
             raise ValueError(f"query has shape {list(query.shape)}, wanted [T, Hq, D]")
         if query.dtype not in QUERY_DTYPES:
@@ -196,9 +207,9 @@ class Attention(ABC):
             raise ValueError(f"query has head size {query.shape[2]}, wanted the cache's {head_size}")
         if num_heads % num_kv_heads:
             raise ValueError(f"query has {num_heads} heads, wanted a multiple of Hkv = {num_kv_heads}")
-        if kv_cache.dtype != query.dtype and kv_cache.dtype not in LARGEST:
+        if keys.dtype != query.dtype and keys.dtype not in LARGEST:
             raise ValueError(
-                f"kv_cache has dtype {kv_cache.dtype}, wanted the query's {query.dtype}, int8 or float8"
+                f"kv_cache has dtype {keys.dtype}, wanted the query's {query.dtype}, int8 or float8"
             )
         metadata = self.metadata
         if metadata.seq_lens.device != query.device:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from tandem_kernels.checks import KVCache, keys_and_values
 from tandem_kernels.quantize import Scale, is_per_token
 from tandem_kernels.turbo_attention.interface import Attention, AttentionLayer, scale_per_kv_head
 
@@ -35,12 +36,13 @@ class ReferenceAttention(Attention):
     """Any device and dtype."""
 
     def _run(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, layer: AttentionLayer, out: torch.Tensor | None
+        self, query: torch.Tensor, kv_cache: KVCache, layer: AttentionLayer, out: torch.Tensor | None
     ) -> torch.Tensor:
+        key_cache, value_cache = keys_and_values(kv_cache)
+        _, num_kv_heads, block_size, _ = key_cache.shape
         if out is None:
-            out = torch.empty_like(query, memory_format=torch.contiguous_format)
+            out = query.new_empty(*query.shape[:2], value_cache.shape[3])
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        _, _, num_kv_heads, block_size, _ = kv_cache.shape
         group_size = query.shape[1] // num_kv_heads
         starts = self.metadata.query_start_loc.tolist()
         for b, seq_len in enumerate(self.metadata.seq_lens.tolist()):
@@ -52,9 +54,11 @@ class ReferenceAttention(Attention):
             visible = visible_slots(seq_len - num_new, bits, num_new, layer.window).to(query.device)
 
             block_ids = self.metadata.block_table[b, : -(-seq_len // block_size)].long()
-            # [n, 2, Hkv, bs, D] -> [2, Hkv, seq_len, D]
-            blocks = kv_cache[block_ids]
-            key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].to(dtype)
+            # [n, Hkv, bs, D] -> [Hkv, seq_len, D]
+            key, value = (
+                part[block_ids].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(dtype)
+                for part in (key_cache, value_cache)
+            )
             key = key * _factors(layer.k_scale, key, block_ids)
             value = value * _factors(layer.v_scale, value, block_ids)
             key = key.repeat_interleave(group_size, dim=0)

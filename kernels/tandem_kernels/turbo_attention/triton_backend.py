@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from tandem_kernels.checks import KVCache
 from tandem_kernels.quantize import Scale, is_per_token
 from tandem_kernels.turbo_attention.interface import (
-    MAX_HEAD_SIZE,
+    MAX_GPU_HEAD_SIZE,
     MAX_TREE_NODES,
     Attention,
     AttentionLayer,
@@ -64,8 +65,10 @@ class TritonAttention(Attention):
             plan.update(metadata.seq_lens, metadata.query_start_loc)
 
     def _run(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, layer: AttentionLayer, out: torch.Tensor | None
+        self, query: torch.Tensor, kv_cache: KVCache, layer: AttentionLayer, out: torch.Tensor | None
     ) -> torch.Tensor:
+        if isinstance(kv_cache, tuple):
+            raise ValueError('kv_cache has keys and values of two sizes, wanted one for backend "triton"')
         _check_covered(query, kv_cache)
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -154,9 +157,9 @@ def _scale(
 def _check_covered(query: torch.Tensor, kv_cache: torch.Tensor) -> None:
     if query.dtype == torch.float64:
         raise ValueError('query has dtype float64, wanted float32, float16 or bfloat16 for backend "triton"')
-    if query.shape[2] > MAX_HEAD_SIZE:
+    if query.shape[2] > MAX_GPU_HEAD_SIZE:
         raise ValueError(
-            f'query has head size {query.shape[2]}, wanted at most {MAX_HEAD_SIZE} for backend "triton"'
+            f'query has head size {query.shape[2]}, wanted at most {MAX_GPU_HEAD_SIZE} for backend "triton"'
         )
     if (
         kv_cache.dtype == torch.float8_e4m3fn
