@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_libraries import EMULATED, NATIVE
+from tandem_kernels import split_cache
 from tandem_kernels.turbo_attention.cpu_torch import TorchAttention
 
 BACKENDS = ["reference", *CPU_BACKENDS]
@@ -161,6 +163,30 @@ def test_head_sizes_and_groupings(
     shape = Shape(num_kv_heads, group_size, head_size, block_size=32)
     sequences = [Sequence(50, 6, tree=True), Sequence(31, 2), Sequence(7, 90)]
     assert_as_good_as_torch(make_case(sequences, shape, dtype=dtype), backend)
+
+
+@pytest.mark.parametrize("head_size", [512, 576])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_the_largest_heads(backend: str, dtype: torch.dtype, head_size: int) -> None:
+    sequences = [Sequence(50, 6, tree=True), Sequence(31, 2), Sequence(7, 40)]
+    assert_as_good_as_torch(make_case(sequences, Shape(1, 4, head_size), dtype=dtype), backend)
+
+
+@pytest.mark.parametrize("options", [Options(), Options(window=20, sinks=True, softcap=5.0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_values_narrower_than_keys(backend: str, dtype: torch.dtype, options: Options) -> None:
+    """The result is that of whole values without its last elements."""
+    case = make_case(MIX, Shape(head_size=96), options, dtype)
+    keys, values = case.kv_cache.unbind(1)
+    blocks = torch.cat([keys.flatten(1), values[..., :32].flatten(1)], 1)
+    narrow = replace(case, kv_cache=split_cache(blocks, 2, 16, 96, 32))
+    result, whole = narrow.run(backend), case.run(backend)[..., :32]
+    if backend == "torch":
+        torch.testing.assert_close(result, whole, rtol=0.02, atol=0.02)
+    else:
+        assert torch.equal(result, whole)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
