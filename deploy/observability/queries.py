@@ -37,7 +37,7 @@ class Expression:
     place: str
     name: str
     text: str
-    #: Of an alert: its result is empty while all is well, so its series are asked for instead.
+    #: Whether it belongs to an alert, which has no result while all is well: its series are queried instead.
     is_alert: bool = False
 
     @property
@@ -63,7 +63,7 @@ def of_rules(path: Path) -> Iterator[Expression]:
 
 
 def all_expressions(folder: Path = HERE) -> list[Expression]:
-    """Of the committed files."""
+    """The expressions of the committed files."""
     dashboards = sorted((folder / "dashboards").glob("*.json"))
     found = [expression for path in dashboards for expression in of_dashboard(path)]
     return [*found, *of_rules(folder / "rules.yml")]

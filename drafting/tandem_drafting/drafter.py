@@ -52,8 +52,8 @@ from tandem_drafting.step_cost import StepCost
 #: Hopeless steps in a row before the interval between drafts doubles, and how often it doubles.
 _STEPS_PER_DOUBLING = 2
 _MAX_DOUBLINGS = 4
-#: Of the unit of the cost curve: the weight of the newest step, and by what factor that may be longer than
-#: expected; more is a pause of the process.
+#: Weight of the newest step in the unit of the cost curve, and the factor by which that step may be longer
+#: than expected; a longer one is a pause of the process.
 _NEWEST_STEP, _LONGEST_STEP = 0.1, 1.25
 #: Steps without guesses may be shorter by this factor than the curve says, while all have guesses.
 _MAX_ERROR = 1.25

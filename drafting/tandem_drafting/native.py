@@ -212,7 +212,7 @@ class TopTokens:
 
     @staticmethod
     def of_logits(logits_address: int, vocab_size: int, rows: Sequence[int]) -> TopTokens:
-        """Of rows of logits [.., vocab_size], float32, contiguous, at an address of this process."""
+        """The top tokens of rows of dense float32 logits [.., vocab_size] at an address of this process."""
         if vocab_size < NUM_RECYCLED:
             raise ValueError(f"a vocabulary of {vocab_size} tokens; wanted {NUM_RECYCLED} or more")
         words = array("i", bytes(4 * TopTokens._WORDS * len(rows)))
@@ -241,7 +241,7 @@ class Recycler:
 
 @dataclass(frozen=True)
 class Reliability:
-    """Of guesses that were sent with a predicted acceptance within one tenth: what came of them."""
+    """What became of the guesses that were sent with a predicted acceptance within one tenth."""
 
     num_guesses: float
     #: Sum of the predictions: how many should have been accepted.

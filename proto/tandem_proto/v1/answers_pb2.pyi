@@ -66,7 +66,7 @@ class AnswerRecord(_message.Message):
     def shown(self) -> Global___ShownAs: ...
     @_builtins.property
     def form(self) -> Global___AnswerForm:
-        """Of a chat: what its text consists of."""
+        """What the text of a chat consists of; unset for other requests."""
 
     @_builtins.property
     def more_requests(self) -> _containers.RepeatedCompositeFieldContainer[_decode_pb2.DecodeRequest]:
@@ -141,7 +141,7 @@ class ShownAs(_message.Message):
     tokens_as_ids: _builtins.bool
     """Log probabilities name tokens as "token_id:5"."""
     num_best: _builtins.int
-    """Of each prompt's choices only so many, those with the highest mean log probability; 0: all."""
+    """Number of choices of each prompt that are shown, those with the highest mean log probability; 0: all."""
     hides_logprobs: _builtins.bool
     """Without the log probabilities, which were only computed to compare choices."""
     continuous_usage: _builtins.bool

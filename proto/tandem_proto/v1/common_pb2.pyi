@@ -61,7 +61,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
     """The caller cancelled, disconnected or ran out of its deadline."""
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 4
-    """Of a chat at the gateway: the text ended, and calls tools."""
+    """A chat's text at the gateway ended, and calls tools."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation ended."""
@@ -74,7 +74,7 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
 """The caller cancelled, disconnected or ran out of its deadline."""
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 4
-"""Of a chat at the gateway: the text ended, and calls tools."""
+"""A chat's text at the gateway ended, and calls tools."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -390,7 +390,7 @@ class SloTarget(_message.Message):
     strict: _builtins.bool
     """Refuse the request rather than widen the objectives, where this system could not meet them even without load."""
     ttft_slowdown: _builtins.float
-    """Of a class: its objectives as multiples of what the request takes without load; the longer time counts where an
+    """Objectives of a class as multiples of what the request takes without load; the longer time counts where an
     objective is given both ways. Requests set none of them.
     """
     tpot_slowdown: _builtins.float
@@ -481,7 +481,7 @@ class PromptLogprobs(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Of each token its log probability, and its place among all tokens at its position: 1 is the most likely."""
+        """Log probability of each token, and its place among all tokens at its position: 1 is the most likely."""
 
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -683,7 +683,7 @@ class Receipt(_message.Message):
 
     @_builtins.property
     def slo_asked(self) -> Global___SloTarget:
-        """Of one whose `slo` was widened: the objectives that were asked for."""
+        """The objectives that were asked for, if `slo` was widened."""
 
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -854,7 +854,7 @@ class PodStatus(_message.Message):
     prompt tokens than this; 0: no such limit.
     """
     version: _builtins.str
-    """Of the software."""
+    """Version of the pod's software."""
     unix_seconds: _builtins.float
     """The pod's clock when it answered."""
     kv_layout: _builtins.str
@@ -873,7 +873,7 @@ class PodStatus(_message.Message):
 
     @_builtins.property
     def decode_cost(self) -> Global___StepCost:
-        """Of steps that only decode; here tokens are sequences, and pairs their cached tokens."""
+        """Costs of steps that only decode; here tokens are sequences, and pairs their cached tokens."""
 
     @_builtins.property
     def tokens_per_step_by_batch(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:

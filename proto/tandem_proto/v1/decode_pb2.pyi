@@ -184,7 +184,7 @@ class DecodeProgress(_message.Message):
     with Prefill. Repeated until the call ends.
     """
     prompt_computed: _builtins.bool
-    """Of a beam search, whose first tokens come with its last ones: its prompt is computed. Sent at once, and repeated."""
+    """The prompt of a beam search is computed; its first tokens come with its last ones. Sent at once, and repeated."""
     prefill_failures: _builtins.int
     """Attempts to get the prompt from a prefill pod that failed. Sent at once after each."""
     def __init__(
@@ -298,7 +298,7 @@ class DecodeBeams(_message.Message):
     def beams(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeBeam]: ...
     @_builtins.property
     def receipt(self) -> _common_pb2.Receipt:
-        """Of the search; its output_tokens are those of the best text."""
+        """Receipt of the search; its output_tokens are those of the best text."""
 
     def __init__(
         self,

@@ -35,12 +35,12 @@ class ChatMessage(_message.Message):
     tool_call_id: _builtins.str
     """In the result of a tool: the id of the call."""
     name: _builtins.str
-    """Of the speaker or the tool, for templates that show it."""
+    """Name of the speaker or the tool, for templates that show it."""
     reasoning: _builtins.str
     """What the assistant wrote before its answer."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Of the assistant: the calls that it made in this message."""
+        """Calls that the assistant made in this message."""
 
     def __init__(
         self,
@@ -384,7 +384,7 @@ class GeneratedChunk(_message.Message):
     event_id: _builtins.str
     """Continues the stream after this message, as `last_event_id`. Empty: the gateway does not keep answers."""
     reasoning: _builtins.str
-    """Of Chat, beside `text`: what the model wrote before its answer, and the tools that it calls."""
+    """In Chat, beside `text`: what the model wrote before its answer, and the tools that it calls."""
     choice: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -562,7 +562,7 @@ class GetFleetStatusResponse(_message.Message):
     requests_running: _builtins.int
     requests_total: _builtins.int
     version: _builtins.str
-    """Of the gateway's software."""
+    """Version of the gateway's software."""
     unix_seconds: _builtins.float
     """The gateway's clock when it answered."""
     @_builtins.property

@@ -186,7 +186,7 @@ class PrefillProgress(_message.Message):
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     COMPUTED_LAYERS_FIELD_NUMBER: _builtins.int
     computed_tokens: _builtins.int
-    """Of this request."""
+    """Tokens and bytes of this request."""
     sent_bytes: _builtins.int
     computed_layers: _builtins.int
     """Layers that the pod's engine has computed since it started, for any request. It grows while this request
@@ -334,7 +334,7 @@ class KvFrame(_message.Message):
     transfer_id: _builtins.bytes
     epoch: _builtins.int
     layer: _builtins.int
-    """Of the model. The layout says in which group it is, and thereby which blocks and how large they are."""
+    """Number of the model's layer. The layout says in which group it is, and thereby which blocks and how large they are."""
     first_block: _builtins.int
     """Logical index of the first block, and how many follow it in the payload."""
     num_blocks: _builtins.int

@@ -24,7 +24,7 @@ class _Stream:
     """One request's transfer, as the engine's thread sees it."""
 
     transfer: OutgoingTransfer
-    #: Of each layer the first logical block that is not given to the sender yet.
+    #: For each layer, the first logical block that is not given to the sender yet.
     next_block: list[int]
     holds: list[BlockHold] = field(default_factory=list)
 

@@ -24,7 +24,7 @@ _NAME_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz012
 #: Precedes the arguments' object in Mistral's newer format.
 _NAMED = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]*\s*)?(?:\[ARGS\]\s*)?")
 _MAX_NAMED_CHARS = 256
-#: Of a call before its name and the beginning of its arguments are known; more is no call.
+#: Most text of a call before its name and the beginning of its arguments are known; more is no call.
 _MAX_UNDECIDED_CHARS = 128 * 1024
 #: The beginning of a marker that is more likely a marker than other text.
 _MIN_MARKER_CHARS = 2
