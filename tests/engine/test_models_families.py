@@ -6,17 +6,24 @@ the logits are nearly those of the last token alone. One more family is one more
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from paged_model import PagedModel
+from safetensors.torch import load_file, save_file
 from tandem_engine.model_loader import load_decoder, pull
+from torch import Tensor
 from toy_models import save_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-SIZES: dict[str, Any] = {
+Tensors = dict[str, Tensor]
+Config = dict[str, Any]
+
+SIZES: Config = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -132,10 +139,22 @@ def randomize(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def folder_of(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder_of(
+    model: PreTrainedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Tensors, Config], tuple[Tensors, Config]] | None = None,
+) -> Path:
+    """change: what to do with the checkpoint's tensors and its config before it is pulled."""
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
-    save_checkpoint(model, tmp_path / "checkpoint")
-    return pull(str(tmp_path / "checkpoint"))
+    checkpoint = tmp_path / "checkpoint"
+    save_checkpoint(model, checkpoint)
+    if change is not None:
+        file, config = checkpoint / "model.safetensors", checkpoint / "config.json"
+        tensors, changed = change(load_file(file), json.loads(config.read_text()))
+        save_file({name: t.contiguous() for name, t in tensors.items()}, file, {"format": "pt"})
+        config.write_text(json.dumps(changed))
+    return pull(str(checkpoint))
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -178,3 +197,90 @@ def test_logits_and_greedy_tokens_equal_transformers(
         with torch.inference_mode():
             other = model(torch.tensor([[*text[1:40][::-1], text[-1]]])).logits[0, -1]
         assert (other - theirs[-1]).abs().max() > 0.02 * theirs.abs().max()
+
+
+def internlm2(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    found = {}
+    names = {
+        "model.embed_tokens": "model.tok_embeddings", "lm_head": "output",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+    }  # fmt: skip
+    for name, tensor in tensors.items():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            continue
+        if name.endswith("q_proj.weight"):
+            # Each key head after the queries that read it.
+            parts = [tensors[name.replace("q_proj", f"{x}_proj")].view(2, -1, 16, 64) for x in "qkv"]
+            name, tensor = (
+                name.replace("self_attn.q_proj", "attention.wqkv"),
+                torch.cat(parts, 1).view(-1, 64),
+            )
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        found[name] = tensor
+    return found, config | {"model_type": "internlm2", "bias": False}
+
+
+def baichuan(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    found = {n: t for n, t in tensors.items() if not n.endswith(("k_proj.weight", "v_proj.weight"))}
+    for name in [n for n in found if n.endswith("q_proj.weight")]:
+        parts = [tensors[name.replace("q_proj", f"{x}_proj")] for x in "qkv"]
+        found[name.replace("q_proj", "W_pack")] = torch.cat(parts)
+        del found[name]
+    config["model_max_length"] = config.pop("max_position_embeddings")
+    return found, config | {"model_type": "baichuan"}
+
+
+def chatglm(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    found = {}
+    names = {
+        "model.embed_tokens": "transformer.embedding.word_embeddings", "lm_head": "transformer.output_layer",
+        "model.layers": "transformer.encoder.layers", "model.norm": "transformer.encoder.final_layernorm",
+        "self_attn.o_proj": "self_attention.dense", "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
+    }  # fmt: skip
+    for name, tensor in tensors.items():
+        if "k_proj" in name or "v_proj" in name:
+            continue
+        if "q_proj" in name:
+            tensor = torch.cat([tensors[name.replace("q_proj", f"{x}_proj")] for x in "qkv"])
+            name = name.replace("self_attn.q_proj", "self_attention.query_key_value")
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        found[name] = tensor
+    changed = {
+        "model_type": "chatglm", "num_layers": 4, "padded_vocab_size": 96, "ffn_hidden_size": 112,
+        "kv_channels": 16, "seq_length": 256, "multi_query_group_num": 2, "hidden_size": 64,
+        "num_attention_heads": 4, "add_qkv_bias": True, "layernorm_epsilon": config["rms_norm_eps"],
+        "multi_query_attention": True, "rmsnorm": True,
+    }  # fmt: skip
+    return found, changed
+
+
+def multimodal(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    found = {name.replace("model.", "language_model.model.", 1): t for name, t in tensors.items()}
+    found["vision_tower.patches.weight"] = torch.ones(3, 5)
+    return found, {"model_type": "gemma3", "text_config": config, "vision_config": {"hidden_size": 5}}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("llama", internlm2), ("llama-mha", baichuan), ("glm", chatglm), ("gemma3", multimodal)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_other_layouts_of_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Any
+) -> None:
+    """Layouts that only code of their repositories reads, and a text model inside a multimodal checkpoint."""
+    torch.manual_seed(0)
+    more = {"llama": ("llama", SIZES), "llama-mha": ("llama", MHA)}
+    model_type, config = (FAMILIES | more)[name]
+    model = randomize(AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config)))
+    paged = PagedModel(load_decoder(folder_of(model, tmp_path, monkeypatch, change), torch.float32), 1)
+    (text,) = prompts(60)
+    ours = torch.cat([paged.step([text[:33]])[0], paged.step([text[33:]])[0]])
+    with torch.inference_mode():
+        theirs = model(torch.tensor([text])).logits[0]
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem_core.errors import ModelLoadError
 from tandem_core.model.spec import ModelSpec
 
 from tandem_engine.models.families.config import Config
@@ -47,5 +48,6 @@ def _baichuan_names(c: Config) -> Names:
 
 @family("baichuan", names=_baichuan_names, aliases={"max_position_embeddings": "model_max_length"})
 def baichuan(c: Config) -> ModelSpec:
-    c.refuse("hidden_size", 4096, "the models of 13B rotate no heads but use ALiBi, which is not supported")
+    if c.hidden == 5120:
+        raise ModelLoadError("Baichuan models of 13B use ALiBi, which is not supported; use one of 7B")
     return llama_model(c)
