@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from paged_model import PagedModel
+from random_models import SIZES, prompts, randomize
 from safetensors.torch import load_file, save_file
 from tandem_engine.model_loader import load_decoder, pull
 from torch import Tensor
@@ -23,11 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 
-SIZES: Config = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
 #: A model with as many key heads as heads.
 MHA = SIZES | {"num_key_value_heads": 4}
 HEADS_16 = {"head_dim": 16}
@@ -123,22 +119,6 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def randomize(model: PreTrainedModel) -> PreTrainedModel:
-    generator = torch.Generator().manual_seed(1)
-    centre = 0.0 if model.config.model_type.startswith(("gemma", "vaultgemma", "nemotron")) else 1.0
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 2:
-                is_embedding = parameter.shape[0] > 90
-                depth = parameter.shape[0 if "c_" in name and model.config.model_type == "gpt2" else 1]
-                parameter.copy_(noise * (0.5 if is_embedding else 1.2 / depth**0.5))
-            else:
-                is_norm = name.endswith("weight")
-                parameter.copy_(centre + 0.3 * noise if is_norm else 0.2 * noise)
-    return model.eval()
-
-
 def folder_of(
     model: PreTrainedModel,
     tmp_path: Path,
@@ -155,11 +135,6 @@ def folder_of(
         save_file({name: t.contiguous() for name, t in tensors.items()}, file, {"format": "pt"})
         config.write_text(json.dumps(changed))
     return pull(str(checkpoint))
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
