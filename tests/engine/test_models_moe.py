@@ -6,6 +6,8 @@ transformers' own small ones routing and attention hardly matter.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import gguf
@@ -20,13 +22,15 @@ from native_libraries import NATIVE, native_library
 from paged_model import PagedModel
 from safetensors.torch import load_file, save_file
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.spec import Activation, Mlp, Moe, Router
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.drafter import drafter_for
 from tandem_engine.llm import LLM
 from tandem_engine.memory import experts_bytes
-from tandem_engine.model_loader import load_decoder, pull
+from tandem_engine.model_loader import DEFAULT_MODEL, load_decoder, pull
 from tandem_engine.model_loader.describing import describe
+from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.models import ModelConfig, Quantization
 from tandem_kernels import (
     ExpertProjection,
@@ -340,3 +344,40 @@ def test_what_a_mixture_of_experts_takes_is_counted() -> None:
     taken = psutil.Process().memory_full_info().uss - before
     said = experts_bytes(mixture, hidden, 4, rows)
     assert 0.5 * said < taken < 1.1 * said + (4 << 20)
+
+
+@pytest.mark.wide
+def test_the_default_models_text_with_its_mlps_as_equal_experts(tmp_path: Path, monkeypatch) -> None:
+    """A transplant into Mixtral's layout: with weights that sum to 1, equal experts are the MLP."""
+    base = pull(DEFAULT_MODEL)
+    source = GgufSource((base / ModelManifest.read(base).weights).resolve())
+    config = json.loads((base / "config.json").read_text())
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name in source.names():
+        layer, found, role = name.partition(".mlp.")
+        projection = {"g": "w1", "u": "w3", "d": "w2"}.get(role[:1], "")
+        for expert in range(3 if found else 0):
+            tensors[f"{layer}.block_sparse_moe.experts.{expert}.{projection}.weight"] = source.get(
+                name
+            ).clone()
+        if not found:
+            tensors[name] = source.get(name).clone()
+    for n in range(config["num_hidden_layers"]):
+        router = torch.randn(3, config["hidden_size"], generator=generator)
+        tensors[f"model.layers.{n}.block_sparse_moe.gate.weight"] = router
+    folder = tmp_path / "transplant"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    changes = {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    for path in base.glob("*token*"):
+        shutil.copy(path, folder)
+    monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
+    texts = []
+    for model in (base, pull(str(folder))):
+        llm = LLM(model, dtype="float32", quantization="none", num_blocks=40, threads=1)
+        prompts = [llm.tokenizer.encode(text) for text in ("The capital of France is", "def fibonacci(n):")]
+        sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+        texts.append([done.token_ids for done in llm.generate(prompts, sampling)])
+    assert texts[0] == texts[1]

@@ -153,7 +153,9 @@ def glm4_moe(c: Config) -> ModelSpec:
 
 @family(
     "ernie4_5_moe",
-    names=Names({"moe.correction": "mlp.moe_statics.e_score_correction_bias"}, paired=True),
+    names=Names(
+        {"moe.correction": "mlp.moe_statics.e_score_correction_bias"}, paired=True, ignored=("model.mtp_",)
+    ),
     rope_theta=5e5, tie_word_embeddings=True, rms_norm_eps=1e-5, moe_k=6, moe_num_experts=64,
     moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1,
 )  # fmt: skip
