@@ -33,6 +33,7 @@ from tandem_engine.model_loader.describing import describe
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.models import ModelConfig, Quantization
 from tandem_kernels import (
+    DecoderLayers,
     ExpertProjection,
     MoeWeights,
     PackedExperts,
@@ -169,6 +170,26 @@ def test_logits_equal_transformers(stored, family: str, library: str | None) -> 
 def run(folder: Path, quantization: Quantization = Quantization.NONE) -> Tensor:
     """Logits of 30 tokens."""
     return PagedModel(load_decoder(folder, torch.float32, quantization=quantization), 1).step(prompts(30))[0]
+
+
+@pytest.mark.skipif(not NATIVE, reason="no compiled kernels here")
+@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.W8A8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_compiled_call_has_the_bits_of_the_operators(
+    stored, family: str, quantization: Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = pull(str(stored(family)[1]))
+    compiled = load_decoder(folder, torch.float32, quantization=quantization)
+    assert compiled.is_batch_invariant
+    monkeypatch.setattr(DecoderLayers, "supports", staticmethod(lambda *_: False))
+    interpreted = load_decoder(folder, torch.float32, quantization=quantization)
+    assert not interpreted.is_compiled
+    first, second = prompts(33, 20)
+    results = []
+    for decoder in (compiled, interpreted):
+        paged = PagedModel(decoder, 2)
+        results.append([*paged.step([first[:30], second[:9]]), *paged.step([first[30:], second[9:]])])
+    assert all(map(torch.equal, *results))
 
 
 def test_a_token_reads_the_chosen_experts_only(stored) -> None:
