@@ -6,6 +6,7 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -52,6 +53,9 @@ from tandem_engine.transport.layout import KVLayout
 from tandem_engine.warm_up import idle_batch, warm_up
 from tandem_engine.workspace import StepLimits, make_workspace
 
+if TYPE_CHECKING:
+    from tandem_engine.models.executors import AnyDecoder
+
 log = logging.getLogger(__name__)
 
 #: Rows that saturate a CPU: 128 rows take a quarter of the time of 512 (docs/decisions/chunk-sizes.md).
@@ -97,6 +101,8 @@ class EngineParts:
     layout: KVLayout
     #: Whether the CPU kernels compute all layers, which count their work.
     is_compiled: bool
+    #: Whether sequences have a state that is in no KV block.
+    is_recurrent: bool
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -121,6 +127,16 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     decoder = load_decoder(
         config.model, numerics.dtype, str(device), numerics.quantization, manifest.max_model_len
     )
+    if config.deterministic and not isinstance(decoder, Decoder):
+        raise ModelLoadError(
+            f"--deterministic cannot be kept for {manifest.name}: it runs through transformers, where "
+            "results depend on the batch; use a model of a native family (`tandem model list --families`)"
+        )
+    if decoder.is_recurrent and not config.decodes:
+        raise ModelLoadError(
+            f"{manifest.name} has recurrent layers that run through transformers: their state is not sent "
+            "between pods yet; start decode pods alone (tandem up --prefill 0)"
+        )
     if config.deterministic and not decoder.is_batch_invariant:
         raise ModelLoadError(
             f"--deterministic cannot be kept on {device} here: results that do not depend on the batch need "
@@ -160,9 +176,12 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         [BlockGroup(group.num_blocks, group.shape.window) for group in pool.groups],
         config.block_size,
         max_step_tokens=sizes.max_step_tokens,
-        enable_prefix_caching=config.prefix_cache,
+        # Blocks hold no recurrent state of modules.
+        enable_prefix_caching=config.prefix_cache and not decoder.is_recurrent,
         states=None if states is None else StateSlots(states.num_slots, config.block_size),
     )
+    if not isinstance(decoder, Decoder):
+        decoder.watch_blocks(manager.is_free)
     scheduler = Scheduler(
         manager,
         SchedulerConfig(
@@ -179,13 +198,15 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         Verifier(LogitsProcessors.load(config.logits_processors)),
         manager,
         vocab_size=manifest.vocab_size,
-        drafter=drafter,
+        drafter=drafter if decoder.takes_drafts else None,
         max_draft_nodes=config.max_draft_nodes,
     )
     layout = _layout(manifest, decoder, sizes.shapes[0], numerics)
     guides = GuideCompiler(config.model, manifest)
     store = pool if states is None else LayerStore(pool, states, decoder.spec)
-    return EngineParts(engine, pool, store, tokenizer, guides, manifest, layout, decoder.is_compiled)
+    return EngineParts(
+        engine, pool, store, tokenizer, guides, manifest, layout, decoder.is_compiled, decoder.is_recurrent
+    )
 
 
 def _pooled(groups: tuple[CacheGroup, ...], device: torch.device) -> tuple[CacheGroup, ...]:
@@ -198,7 +219,7 @@ def _pooled(groups: tuple[CacheGroup, ...], device: torch.device) -> tuple[Cache
 
 def _num_blocks(
     config: EngineConfig,
-    decoder: Decoder,
+    decoder: AnyDecoder,
     sizes: PoolSizes,
     limits: StepLimits,
     manifest: ModelManifest,
@@ -207,7 +228,8 @@ def _num_blocks(
     """Blocks for texts on a CPU; logs what the pod will take. Raises CapacityError."""
     group = state_group(decoder.spec)
     without_kv = MemoryNeed(
-        weights=decoder.num_bytes,
+        # Modules have their weights in the process.
+        weights=decoder.num_bytes if isinstance(decoder, Decoder) else 0,
         process=psutil.Process().memory_full_info().uss,
         kv=0,
         kv_tokens=0,
@@ -218,7 +240,8 @@ def _num_blocks(
             packed=decoder.is_compiled,
             quantization=numerics.quantization,
             threads=torch.get_num_threads(),
-        ),
+        )
+        + decoder.state_bytes * limits.max_seqs,
         transfer=transfer_bytes(sizes.shapes, limits.max_seqs),
         shared_text=config.shared_text_bytes,
         states=0
@@ -249,13 +272,15 @@ def step_limits(config: EngineConfig) -> StepLimits:
 
 
 def make_gpu_runner(
-    config: EngineConfig, decoder: Decoder, shape: KVShape, limits: StepLimits
+    config: EngineConfig, decoder: AnyDecoder, shape: KVShape, limits: StepLimits
 ) -> ModelRunner:
     """A runner whose pool takes the memory that is left; it has run every kind of step."""
     device = decoder.device
     torch.cuda.set_device(device)
     try:
-        workspace = make_workspace(decoder, shape.block_size, shape.dtype, limits, graphs=config.decodes)
+        # Modules choose experts and states in Python.
+        graphs = config.decodes and isinstance(decoder, Decoder)
+        workspace = make_workspace(decoder, shape.block_size, shape.dtype, limits, graphs=graphs)
         num_blocks = config.num_blocks
         if num_blocks == 0:
             memory = _measure(ModelRunner(decoder, KVPool([shape], [1], device), device, workspace))
@@ -313,7 +338,7 @@ def pick_device(name: str) -> torch.device:
 
 def _layout(
     manifest: ModelManifest,
-    decoder: Decoder,
+    decoder: AnyDecoder,
     shape: KVShape,
     numerics: Numerics,
 ) -> KVLayout:
@@ -329,5 +354,5 @@ def _layout(
         block_layout="KV,H,interleaved" if shape.interleaved else "KV,H,T,D",
         # The order of a key's elements depends on the weight file's format. Pods with different quantization
         # would compute one text with different numbers.
-        spec=f"{decoder.spec.hash},weights={LAYOUT_VERSION},quantization={numerics.quantization}",
+        spec=f"{decoder.spec.hash},{decoder.executor},weights={LAYOUT_VERSION},quantization={numerics.quantization}",
     )

@@ -237,6 +237,10 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         return self._main.pool.num_free
 
+    def is_free(self, block_id: int) -> bool:
+        """Whether no request holds the block of full attention."""
+        return self._main.pool.is_free(block_id)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that num_tokens tokens occupy."""
         return -(-num_tokens // self.block_size)

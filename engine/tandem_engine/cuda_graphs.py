@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from tandem_kernels import Attention
@@ -27,7 +28,10 @@ from torch import Tensor
 from tandem_engine.batch import Batch
 from tandem_engine.device_inputs import StaticInputs
 from tandem_engine.kv_pool import KVPool
-from tandem_engine.models.decoder import Decoder, ModelInputs
+from tandem_engine.models.decoder import ModelInputs
+
+if TYPE_CHECKING:
+    from tandem_engine.models.executors import AnyDecoder
 
 #: A step of more rows keeps the GPU busy without a graph.
 MAX_ROWS = 512
@@ -59,7 +63,7 @@ def is_decode(batch: Batch) -> bool:
 
 
 def compute(
-    decoder: Decoder, caches: Sequence[Tensor], inputs: ModelInputs, attention: Attention | None = None
+    decoder: AnyDecoder, caches: Sequence[Tensor], inputs: ModelInputs, attention: Attention | None = None
 ) -> Tensor:
     """Logits [num_rows, vocab] float32; those of padding rows are undefined."""
     return decoder.logits(decoder.forward(inputs, caches, attention=attention))
@@ -93,7 +97,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         pool: KVPool,
         attention: Attention | None,
         inputs: StaticInputs,

@@ -202,6 +202,11 @@ class Engine:
         check_token_ids("output_token_ids", request.output_token_ids, self._vocab_size)
         request.sampling.check_vocabulary(self._vocab_size)
         beams = request.sampling.beam_search
+        if beams is not None and self._runner.decoder.is_recurrent:
+            raise InvalidRequestError(
+                "beam_width",
+                "this model has recurrent layers, of which beams cannot share the state; ask for none",
+            )
         if beams is not None:
             count = num_candidates(beams.width, len(request.end_token_ids))
             if count > self._vocab_size:
@@ -245,6 +250,11 @@ class Engine:
         """Whether the work that a step does now is, or may be, this request's; any thread may ask."""
         verified = self._verifier.verified_request_id
         return request_id == verified if verified else request_id in self._under_way
+
+    @property
+    def executor(self) -> str:
+        """What computes the model."""
+        return self._runner.decoder.executor
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

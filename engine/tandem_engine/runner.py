@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from tandem_core.errors import InvariantError
@@ -21,11 +21,14 @@ from torch import Tensor
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.cuda_graphs import Capture, DecodeGraphs
 from tandem_engine.kv_pool import KVPool
-from tandem_engine.models.decoder import Decoder, ModelInputs
+from tandem_engine.models.decoder import ModelInputs
 from tandem_engine.models.mixers import StateInputs
 from tandem_engine.state_pool import StatePool
 from tandem_engine.state_slots import StateSlots, StateStep
 from tandem_engine.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tandem_engine.models.executors import AnyDecoder
 
 #: Rows of prompts' logits that exist at once; one has a float per token of the vocabulary.
 MAX_PROMPT_ROWS = 64
@@ -120,7 +123,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         pool: KVPool,
         device: torch.device,
         workspace: Workspace | None = None,

@@ -8,7 +8,7 @@ a step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tandem_kernels import Attention
@@ -17,7 +17,9 @@ from torch import Tensor
 from tandem_engine.cuda_graphs import MAX_ROWS, TYPICAL_NEW_TOKENS
 from tandem_engine.device_inputs import StaticInputs
 from tandem_engine.draft_tree import MAX_TREE_NODES
-from tandem_engine.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from tandem_engine.models.executors import AnyDecoder
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def graph_plan_sizes(rows: int, max_seqs: int) -> dict[str, int]:
 
 
 def make_workspace(
-    decoder: Decoder, block_size: int, cache_dtype: torch.dtype, limits: StepLimits, *, graphs: bool
+    decoder: AnyDecoder, block_size: int, cache_dtype: torch.dtype, limits: StepLimits, *, graphs: bool
 ) -> Workspace:
     """On the decoder's device. On a CPU, where only tests need one, attention is the decoder's own."""
     device = decoder.device
@@ -71,7 +73,7 @@ def make_workspace(
 
 
 def step_attentions(
-    decoder: Decoder, max_seq_len: int, cache_dtype: torch.dtype, limits: StepLimits
+    decoder: AnyDecoder, max_seq_len: int, cache_dtype: torch.dtype, limits: StepLimits
 ) -> tuple[Attention, Attention]:
     """In Triton, for eager steps and for graphs; both use one memory for partial results."""
     # Imported on demand: this needs Triton.

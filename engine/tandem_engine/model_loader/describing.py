@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.json_file import read_object
 from tandem_core.model.manifest import ModelManifest
 from tandem_kernels import runs_packed
 
@@ -21,6 +22,7 @@ from tandem_engine.model_loader.gguf_file import open_all
 from tandem_engine.model_loader.loading import pick_numerics
 from tandem_engine.model_loader.safetensors_files import weight_files
 from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.executors import Executor, executor_of
 from tandem_engine.models.layout import WeightForm, share_read
 from tandem_engine.workspace import StepLimits
 
@@ -37,8 +39,9 @@ class _Tensor(NamedTuple):
 
 def describe(folder: Path) -> ModelDescription:
     """Reads the headers; description.py keeps the result. Raises ModelLoadError."""
-    manifest, config = ModelManifest.read(folder), ModelConfig.from_folder(folder)
-    spec = config.spec
+    manifest = ModelManifest.read(folder)
+    path = folder / "config.json"
+    through_modules = path.is_file() and executor_of(read_object(path), path) is Executor.TRANSFORMERS
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     numerics = pick_numerics(folder, device=str(device))
     form = WeightForm(numerics.dtype, runs_packed(numerics.dtype, device), numerics.quantization)
@@ -52,6 +55,11 @@ def describe(folder: Path) -> ModelDescription:
         for kind in kinds
         if (same := [t for t in source if t.kind == kind])
     ]
+    if through_modules:
+        num_parameters = sum(prod(opened.shape(name)) for name in opened.names())
+        return _of_modules(manifest, folder, form, num_parameters, formats)
+    config = ModelConfig.from_folder(folder)
+    spec = config.spec
     in_file = file_tensors(config, opened, form)
     # All but the embedding, of which a step reads one row, unless it is the head too.
     read = sum(
@@ -80,6 +88,42 @@ def describe(folder: Path) -> ModelDescription:
         step_bytes=round(read),
         kv_bytes_per_token=shape.num_layers * shape.block_bytes // _BLOCK_SIZE,
         working_bytes=step,
+        transfer_bytes=transfer_bytes([shape], _LIMITS.max_seqs),
+    )
+
+
+def _of_modules(
+    manifest: ModelManifest,
+    folder: Path,
+    form: WeightForm,
+    num_parameters: int,
+    formats: list[StoredFormat],
+) -> ModelDescription:
+    """Of a model that transformers' modules compute: no weights are converted, and a token reads all."""
+    from tandem_engine.model_loader.modules_loading import estimated_spec
+
+    spec = estimated_spec(folder)
+    shape = KVShape.of(spec, _BLOCK_SIZE, form.dtype)
+    num_bytes = num_parameters * form.dtype.itemsize
+    return ModelDescription(
+        manifest=manifest,
+        formats=tuple(sorted(formats, key=lambda f: -f.num_bytes)),
+        num_parameters=num_parameters,
+        dtype=str(form.dtype).removeprefix("torch."),
+        quantization=form.quantization.value,
+        packed=form.packed,
+        weight_file="config.json",
+        weight_bytes=num_bytes,
+        step_bytes=num_bytes,
+        kv_bytes_per_token=shape.num_layers * shape.block_bytes // _BLOCK_SIZE,
+        working_bytes=step_bytes(
+            spec,
+            form.dtype,
+            _LIMITS,
+            packed=False,
+            quantization=form.quantization,
+            threads=torch.get_num_threads(),
+        ),
         transfer_bytes=transfer_bytes([shape], _LIMITS.max_seqs),
     )
 

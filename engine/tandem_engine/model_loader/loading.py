@@ -18,10 +18,13 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.json_file import read_object
+from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.spec import ModelSpec
 from tandem_kernels import PackedExperts, PackedWeight, packing_of, runs_packed
 from torch import Tensor
@@ -29,6 +32,7 @@ from torch import Tensor
 from tandem_engine.model_loader.convert import ensure_weights, source_bits
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.decoder import Decoder, supports
+from tandem_engine.models.executors import Executor, executor_of, module_types, text_type
 from tandem_engine.models.layout import (
     FileTensor,
     Quantization,
@@ -39,6 +43,9 @@ from tandem_engine.models.layout import (
 )
 from tandem_engine.models.linear import linear_policy, pick_dtype
 
+if TYPE_CHECKING:
+    from tandem_engine.models.modules import ModulesDecoder
+
 log = logging.getLogger(__name__)
 
 
@@ -48,13 +55,21 @@ def load_decoder(
     device: str = "cpu",
     quantization: Quantization = Quantization.NONE,
     max_model_len: int = 0,
-) -> Decoder:
+) -> Decoder | ModulesDecoder:
     """The model of `folder` in `dtype`, for texts of `max_model_len` tokens; 0: the model's own limit. Raises
     ModelLoadError."""
+    path = folder / "config.json"
+    if path.is_file() and executor_of(read_object(path), path) is Executor.TRANSFORMERS:
+        return _load_modules(folder, dtype, device, quantization, max_model_len)
     config, target = ModelConfig.from_folder(folder), torch.device(device)
     # The rotation tables and attention's states are as long.
     spec = config.spec.limited_to(max_model_len or config.spec.max_len)
     if why := supports(spec, target):
+        if text_type(read_object(path)) in module_types() and not ModelManifest.read(folder).weights.endswith(
+            ".gguf"
+        ):
+            log.warning("%s: %s; transformers' modules compute it instead", folder.name, why)
+            return _load_modules(folder, dtype, device, quantization, max_model_len)
         raise ModelLoadError(f"{folder.name}: {why}")
     form = WeightForm(dtype, runs_packed(dtype, target), quantization)
     path = ensure_weights(folder, dtype, packed=form.packed, quantization=quantization)
@@ -62,6 +77,15 @@ def load_decoder(
     _log_numerics(folder.name, formats, spec, tensors, packed)
     largest = max(t.numel() for t in tensors.values() if t.dim() < 3)
     return Decoder(spec, tensors, linear_policy(dtype, target, largest), packed)
+
+
+def _load_modules(
+    folder: Path, dtype: torch.dtype, device: str, quantization: Quantization, max_model_len: int
+) -> ModulesDecoder:
+    # Imported on demand: transformers takes seconds.
+    from tandem_engine.model_loader.modules_loading import load_modules
+
+    return load_modules(folder, dtype, device, quantization, max_model_len)
 
 
 def _map_tensors(

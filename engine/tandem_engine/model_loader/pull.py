@@ -39,6 +39,7 @@ from tandem_engine.model_loader.files import OnProgress, digest_of, locked, no_p
 from tandem_engine.model_loader.model_file import LLAMA2C_SUFFIXES, check_model_file
 from tandem_engine.model_loader.safetensors_files import weight_files
 from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.executors import Executor, ModelFacts, executor_of
 from tandem_engine.models.quantization_config import quantization_of
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICENSE*"]
@@ -222,7 +223,7 @@ def _fetch_from_hub(ref: str, report: OnProgress) -> _Origin:
         # First the file that says whether the model is supported, because the others are gigabytes.
         snapshot = Path(snapshot_download(ref, allow_patterns=["config.json"]))
         if (snapshot / "config.json").is_file():
-            ModelConfig.from_folder(snapshot)
+            _check_config(snapshot)
         snapshot = Path(snapshot_download(ref, allow_patterns=_HUB_FILES, tqdm_class=bars_for(report)))
     except ModelLoadError:
         raise
@@ -296,13 +297,31 @@ def _config_beside(weights: Path) -> Path:
         raise ModelLoadError(
             f"{checkpoint} has no config.json with the weights; download the whole model{hint}"
         )
-    ModelConfig.from_folder(checkpoint)
+    _check_config(checkpoint)
     return checkpoint / "config.json"
+
+
+def _check_config(checkpoint: Path) -> None:
+    """Raises ModelLoadError for a config of a model that cannot be served."""
+    path = checkpoint / "config.json"
+    if executor_of(read_object(path), path) is Executor.NATIVE:
+        ModelConfig.from_folder(checkpoint)
 
 
 def _what_else_is_in(folder: Path) -> str:
     found = sorted(path.name for path in folder.glob("*.gguf"))
     return f", or pull {folder / found[0]}" if found else ""
+
+
+def _facts(folder: Path) -> ModelFacts:
+    """Of the config.json in the folder."""
+    path = folder / "config.json"
+    if executor_of(read_object(path), path) is Executor.TRANSFORMERS:
+        from tandem_engine.model_loader.modules_loading import read_facts
+
+        return read_facts(folder)
+    config = ModelConfig.from_folder(folder)
+    return ModelFacts(config.model_type, config.spec.vocab_size, config.spec.max_len)
 
 
 def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
@@ -336,18 +355,18 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
 
             bits = quantized_bits(ModelConfig.from_hf(json.loads(text)), open_source(weights))
     (fresh / "config.json").write_text(text, encoding="utf-8")
-    config = ModelConfig.from_folder(fresh)
+    facts = _facts(fresh)
     report("reading the tokenizer", 0, 0)
-    tokenizer = write_tokenizer(checkpoint, fresh, config.spec.vocab_size)
+    tokenizer = write_tokenizer(checkpoint, fresh, facts.vocab_size)
     inside = weights.is_relative_to(fresh)
     ModelManifest(
         name=origin.name,
         revision=revision,
         source=origin.source,
         license=origin.license or license_id,
-        architecture=config.model_type,
-        max_model_len=config.spec.max_len,
-        vocab_size=config.spec.vocab_size,
+        architecture=facts.model_type,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,

@@ -160,6 +160,15 @@ class Decoder:
     weight file holds for the compiled kernels. Raises ModelLoadError for a spec that is not supported.
     """
 
+    #: For logs, and for the fingerprint of the KV layout.
+    executor = "native"
+    #: Whether sequences have a state besides their KV, which neither prefix hits nor transfers bring.
+    is_recurrent = False
+    #: Bytes of that state.
+    state_bytes = 0
+    #: Whether a step may verify drafts.
+    takes_drafts = True
+
     def __init__(
         self,
         spec: ModelSpec,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,8 +28,6 @@ def pull_model(
     ] = False,
 ) -> None:
     """Download a model, or import a local one, and print its folder."""
-    from pathlib import Path
-
     from tandem_cli import models
 
     if tokenizer_only and convert:
@@ -47,8 +47,18 @@ def pull_model(
 
 
 @app.command("list")
-def list_models() -> None:
+def list_models(
+    families: Annotated[
+        bool,
+        typer.Option("--families", help="List the model types that can be served, and what computes them."),
+    ] = False,
+) -> None:
     """The models on this machine."""
+    if families:
+        from tandem_engine.models import type_table
+
+        typer.echo(table(type_table.TITLES, *map(type_table.cells, type_table.type_rows())))
+        return
     try:
         manifests = registry.list_models()
     except ModelLoadError as error:
@@ -68,8 +78,58 @@ def list_models() -> None:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         converted = sum(path.stat().st_size for path in registry.converted_weights(folder, one))
         sizes = f"{one.max_model_len:,}", megabytes(size), megabytes(converted) if converted else "-"
-        rows.append((one.name, one.architecture, *sizes, one.license))
+        rows.append((one.name, _family(folder, one.architecture), *sizes, one.license))
     typer.echo(table(("name", "family", ">context", ">on disk", ">of it converted", "licence"), *rows))
+
+
+def _family(folder: Path, model_type: str) -> str:
+    """The type, marked where our own decoder does not compute it."""
+    from tandem_core.model.json_file import read_object
+    from tandem_engine.models.executors import Executor, executor_of
+
+    path = folder / "config.json"
+    with contextlib.suppress(ModelLoadError, OSError):  # a gateway's folder; a type of a later version
+        if executor_of(read_object(path), path) is Executor.TRANSFORMERS:
+            return f"{model_type} ({Executor.TRANSFORMERS.value})"
+    return model_type
+
+
+@app.command("check")
+def check_model(
+    name: Annotated[
+        str, typer.Argument(help="Name of a pulled model, or its folder.")
+    ] = registry.DEFAULT_MODEL,
+    prompt: Annotated[
+        str, typer.Option(help="Text that both continue.")
+    ] = "The delivery of your order takes three to five days. If it is late",
+) -> None:
+    """Compare a model's log probabilities and 20 greedy tokens with those of transformers, in float32.
+
+    Exits with 1 if they disagree. Takes about four bytes of memory per parameter.
+    """
+    from tandem_engine.model_loader.checking import check
+
+    try:
+        result = check(registry.resolve(name), prompt)
+    except ModelLoadError as error:
+        fail(str(error))
+    first = result.first_difference
+    same = "20 tokens are equal"
+    if first is not None:
+        same = f"token {first + 1} differs" + " (a tie)" * result.is_tie
+    rows = {
+        "compared": f"{result.executor} with {result.reference}, in float32",
+        "prompt": f"{result.num_prompt_tokens} tokens",
+        "likelihood": f"the 5 likeliest tokens' log probabilities differ by {result.difference:.1e} at most",
+        "text": same,
+        "ours": repr(result.text),
+    }
+    if first is not None:
+        rows["reference"] = repr(result.reference_text)
+    for title, text in rows.items():
+        typer.echo(f"{title + ':':<12}{text}")
+    if not result.agrees:
+        fail(f"{name}: the executors disagree; please report the model with these lines")
 
 
 @app.command("show")
@@ -105,7 +165,8 @@ def show_model(
     state = "converted" if is_converted else "converted at the first start"
     sampling = manifest.recommended_sampling or {}
     rows = {
-        "family": f"{manifest.architecture}, {shown.num_parameters / 1e6:,.0f} million parameters",
+        "family": f"{_family(folder, manifest.architecture)}, {shown.num_parameters / 1e6:,.0f} million "
+        "parameters",
         "formats": formats,
         "computed in": f"{', '.join(computed)} ({shown.weight_file}, {state})",
         "bytes per token": f"{megabytes(shown.step_bytes)} of weights in a decode step",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from tandem_core.errors import ModelLoadError
 from tandem_core.model import registry
 from tandem_core.model.catalogue import catalogue
+from tandem_core.model.json_file import read_object
 from tandem_core.model.manifest import ModelManifest
 
 from tandem_cli.options import megabytes
@@ -158,11 +159,17 @@ def _convert(folder: Path, dtype: str, quantization: str) -> None:
     import torch
     from tandem_engine.model_loader import ensure_weights
     from tandem_engine.model_loader.loading import pick_numerics
+    from tandem_engine.models.executors import Executor, executor_of
     from tandem_kernels import runs_packed
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with _progress_bars() as progress:
+            path = folder / "config.json"
+            if executor_of(read_object(path), path) is Executor.TRANSFORMERS:
+                # Each pod reads the checkpoint itself.
+                note_prepared(folder, dtype, quantization, path.name)
+                return
             wanted = pick_numerics(folder, dtype, quantization, device)
             packed = runs_packed(wanted.dtype, torch.device(device))
             path = ensure_weights(

@@ -376,6 +376,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             return "log probabilities"  # which a prefill pod does not send
         if not (message.prefill_targets or message.kv_source):
             return "no prefill pod"
+        if self._parts.is_recurrent:
+            return "recurrent state"  # which is not sent yet
         engine, settings = self._loop.engine, self._settings
         cached = engine.blocks.count_cached(state.tokens(0, state.num_tokens), state.cache_salt)
         is_short = computes_locally(

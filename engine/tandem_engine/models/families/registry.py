@@ -50,13 +50,13 @@ def family(
     return register
 
 
+_LISTED = "`tandem model list --families` lists those that are"
+
+
 def check_architecture(name: object, where: object) -> str:
     """The model_type, if models of this architecture can be computed. Raises ModelLoadError."""
-    supported = ", ".join(sorted(FAMILIES))
     if not name:
-        raise ModelLoadError(f"{where} names no architecture; use a model of one of these: {supported}")
+        raise ModelLoadError(f"{where} names no architecture; {_LISTED}")
     if name not in FAMILIES:
-        raise ModelLoadError(
-            f"{where}: architecture {quoted(str(name))} is not supported; use one of {supported}"
-        )
+        raise ModelLoadError(f"{where}: architecture {quoted(str(name))} is not supported; {_LISTED}")
     return str(name)

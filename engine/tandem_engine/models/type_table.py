@@ -1,0 +1,57 @@
+"""The table of all types that can be served: for `tandem model list --families` and docs/models.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tandem_engine.models.executors import Executor, module_types
+from tandem_engine.models.families import FAMILIES
+
+#: The table in docs/models.md lies between these lines.
+BEGIN, END = "<!-- types: benchmarks/decoder_types.py -->", "<!-- end of types -->"
+TITLES = ("type", "executor", "P/D", "drafts", "bit-invariant", "proven by")
+
+
+@dataclass(frozen=True)
+class TypeRow:
+    model_type: str
+    executor: Executor
+    #: Whether prefill pods compute its prompts.
+    is_disaggregated: bool
+    takes_drafts: bool
+    #: Whether results do not depend on the batch, on CPUs with the compiled kernels.
+    is_batch_invariant: bool
+    #: The tests that compare it with transformers.
+    proven_by: str
+
+
+def type_rows() -> Iterator[TypeRow]:
+    """In order of their names."""
+    modules = module_types()
+    for name in sorted(FAMILIES.keys() | modules.keys()):
+        if name in FAMILIES:
+            yield TypeRow(name, Executor.NATIVE, True, True, True, "test_models_decoder.py")
+        else:
+            one = modules[name]
+            yield TypeRow(
+                name,
+                Executor.TRANSFORMERS,
+                is_disaggregated=not one.is_recurrent,
+                takes_drafts=one.takes_drafts,
+                is_batch_invariant=False,
+                proven_by="test_module_types.py",
+            )
+
+
+def cells(row: TypeRow) -> tuple[str, ...]:
+    flags = row.is_disaggregated, row.takes_drafts, row.is_batch_invariant
+    return (row.model_type, row.executor.value, *("yes" if flag else "no" for flag in flags), row.proven_by)
+
+
+def rows() -> Iterator[str]:
+    """The table in Markdown."""
+    yield f"| {' | '.join(TITLES)} |"
+    yield "|---" * len(TITLES) + "|"
+    for row in type_rows():
+        yield f"| {' | '.join(cells(row))} |"
