@@ -25,7 +25,7 @@ def test_a_model_through_transformers_is_marked(tmp_path: Path, monkeypatch: pyt
 
 def test_families_are_listed_with_their_executor() -> None:
     rows = [line.split() for line in tandem("list", "--families").stdout.splitlines()]
-    assert ["llama", "native", "yes", "yes", "yes"] in [row[:5] for row in rows]
+    assert ["llama", "native", "yes", "yes", "if"] in [row[:5] for row in rows]
     assert ["mamba", "through", "transformers", "no", "no", "no"] in [row[:6] for row in rows]
 
 
