@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -51,9 +51,12 @@ from tandem_engine.model_loader.gguf_formats import grid_of, stored_of, values_o
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.model_loader.loading import pick_numerics
 from tandem_engine.model_loader.stored import pack, pick_packing
-from tandem_engine.models import Decoder, ModelInputs
+from tandem_engine.models import ModelInputs
 from tandem_engine.models.config import ModelConfig
 from tandem_kernels import AttentionMetadata, pack_quantized
+
+if TYPE_CHECKING:
+    from tandem_engine.models.executors import AnyDecoder
 
 FORMATS = (
     "F32", "BF16", "F16", "Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "Q3_K", "Q2_K",
@@ -202,7 +205,7 @@ def perplexity_of(logits: Logits, texts: Sequence[Sequence[int]]) -> float:
     return math.exp(loss / count)
 
 
-def logits_of(decoder: Decoder, text: Sequence[int]) -> NDArray[np.floating]:
+def logits_of(decoder: AnyDecoder, text: Sequence[int]) -> NDArray[np.floating]:
     n = len(text)
     num_blocks = -(-n // BLOCK_SIZE)
     caches = [

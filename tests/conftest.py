@@ -8,6 +8,7 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
@@ -51,14 +52,29 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 def pytest_runtest_logfinish() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
+    _watch.clear()
     faulthandler.cancel_dump_traceback_later()
+
+
+#: The arguments of the last dump_traceback_later.
+_watch: dict[str, Any] = {}
 
 
 def _end_after(item: pytest.Item, limit_s: float) -> None:
     """Ends the process, and prints what its threads do, when native code holds back the exception for a
     minute. xdist starts another process and names the test."""
     stderr = item.config.stash[fault_handler_stderr_fd_key]
-    faulthandler.dump_traceback_later(limit_s + 60, exit=True, file=stderr)
+    _watch.update(timeout=limit_s + 60, exit=True, file=stderr)
+    faulthandler.dump_traceback_later(**_watch)
+
+
+def _watch_again() -> None:
+    if _watch:
+        faulthandler.dump_traceback_later(**_watch)
+
+
+# A forked child has no watching thread, and would wait for it when it begins a watch of its own.
+os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=_watch_again)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -142,8 +142,10 @@ def test_nothing_is_compiled_after_the_warm_up(
 
     def make_runner(size: int) -> ModelRunner:
         pool = KVPool([shape], [size], decoder.device)
-        pool._layers = torch.stack(pool.caches)
-        pool.caches = list(pool._layers)
+        for group in pool.groups:
+            group._layers = torch.stack(group.caches)
+            group.caches = list(group._layers)
+        pool.caches = [cache for group in pool.groups for cache in group.caches]
         return ModelRunner(decoder, pool, decoder.device, space)
 
     warm_up(make_runner(1), LIMITS)
