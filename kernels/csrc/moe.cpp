@@ -210,6 +210,8 @@ void moe_in_team(Team& team, const TandemMoe& m, const Activations& x, int64_t r
   const int hidden = m.router->depth;
   const int64_t pairs = rows * m.top_k, element = bytes_of(dtype);
   Activations wide = {x.x, DType::kFloat32, rows, nullptr};
+  // The last call's groups, which say how much was shared, may lie where this one writes.
+  team.wait_for_passes();
   if (dtype != DType::kFloat32) {
     wide.x = work.wide;
     team.share(rows, [&](int64_t r) {
@@ -244,6 +246,7 @@ void moe_in_team(Team& team, const TandemMoe& m, const Activations& x, int64_t r
   });
   team.wait();
   linear_groups_in_team(team, work.down, *work.used, DType::kFloat32);
+  team.pass();
 
   if (m.shared_gate_up) {
     linear_in_team(team, m.shared_gate_up, x, rows, work.shared_gate_up, dtype);

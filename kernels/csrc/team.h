@@ -40,6 +40,7 @@ class Team {
     friend class Team;
     alignas(64) std::atomic<int32_t> taken{0};
     alignas(64) std::atomic<int32_t> done{0};
+    alignas(64) std::atomic<int32_t> passed{0};
   };
 
   Team(State& state, int index, int count) : state(state), index(index), count(count) {}
@@ -90,6 +91,21 @@ class Team {
       state.done.wait(done, std::memory_order_acquire);
   }
 
+  // A thread may come to a share after the others have done all of its work, and still has to know its size. Where the
+  // size depends on data, each thread says that it has read them, and nobody writes there again before all have.
+  void pass() {
+    ++passes;
+    if (count > 1) state.passed.fetch_add(1, std::memory_order_release);
+  }
+
+  // Until all threads have passed as often as this one.
+  void wait_for_passes() {
+    for (int i = 0; count > 1 && state.passed.load(std::memory_order_acquire) < count * passes; ++i) {
+      if (i < kSpins) relax();
+      else sched_yield();
+    }
+  }
+
  private:
   // About 0.1 ms, and 2 ms if nobody takes the core.
   static constexpr int kSpins = 5000;
@@ -120,6 +136,7 @@ class Team {
   const int index, count;
   // Of the pieces that were shared so far, the number after the last one.
   int32_t end = 0;
+  int32_t passes = 0;
   uint64_t offered = ticks();
 };
 
