@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from draw_cases import KINDS, draw_case, draw_logits
-from native_libraries import COMPILED, native_library
+from native_libraries import NATIVE, native_library
 from tandem_kernels import draw_tokens
 from tandem_kernels.draw_tokens import draw_reference, uniforms
 
@@ -84,7 +84,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         draw_tokens(logits.t(), *constant(8, 1.0))
 
 
-@pytest.mark.parametrize("library", COMPILED)
+@pytest.mark.parametrize("library", NATIVE)
 @pytest.mark.parametrize("vocab_size", [7, 1000, 20_000])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_compiled_kernel_draws_the_references_tokens(kind: str, vocab_size: int, library: str) -> None:
@@ -107,7 +107,7 @@ NUCLEI = {
 }
 
 
-@pytest.mark.parametrize("library", COMPILED)
+@pytest.mark.parametrize("library", NATIVE)
 @pytest.mark.parametrize("distribution", NUCLEI)
 def test_a_nucleus_of_any_size_is_the_references(distribution: str, library: str) -> None:
     """Alone, after top-k and before min-p; more tokens than are sorted at once."""
@@ -120,7 +120,7 @@ def test_a_nucleus_of_any_size_is_the_references(distribution: str, library: str
         assert draw_tokens(*case).tolist() == draw_reference(*case).tolist()
 
 
-@pytest.mark.parametrize("library", COMPILED)
+@pytest.mark.parametrize("library", NATIVE)
 @pytest.mark.parametrize("size", [1, 5, 63, 64, 65, 200])
 def test_greedy_is_torchs_argmax(size: int, library: str) -> None:
     """Also of ties, NaN and infinities anywhere; -1 where that is no finite logit."""

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from gated_delta_cases import NUM_SLOTS, Case, Part
-from native_libraries import COMPILED, native_library
+from native_libraries import NATIVE, native_library
 from tandem_kernels import gated_delta
 
-LIBRARIES = ["off", *COMPILED]
+LIBRARIES = ["off", *NATIVE]
 #: A prompt's chunk, a token of a text, the first token of one, a tree, and a chunk that leaves a snapshot.
 MIXED = [
     Part(range(20), final=0),
@@ -50,7 +50,7 @@ def test_a_mix_of_chunks_tokens_and_trees(case: Case, library: str) -> None:
     assert torch.equal(result.recurrent[untouched], case.recurrent[untouched])
 
 
-@pytest.mark.parametrize("library", COMPILED)
+@pytest.mark.parametrize("library", NATIVE)
 @pytest.mark.parametrize("case", [Case(45), Case(45, dtype=torch.bfloat16, per_row=True)], ids=str)
 def test_the_bits_do_not_depend_on_chunks_company_or_threads(case: Case, library: str) -> None:
     with native_library(library):
@@ -78,7 +78,7 @@ def test_the_bits_do_not_depend_on_chunks_company_or_threads(case: Case, library
             torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("library", COMPILED)
+@pytest.mark.parametrize("library", NATIVE)
 @pytest.mark.parametrize("num_nodes", [9, 64])
 def test_a_tree_and_its_accepted_path_give_the_bits_of_single_tokens(num_nodes: int, library: str) -> None:
     case = Case(num_nodes, dtype=torch.bfloat16, v_dim=32)
@@ -102,7 +102,7 @@ def test_a_tree_and_its_accepted_path_give_the_bits_of_single_tokens(num_nodes: 
             assert torch.equal(accepted.conv, single.conv)
 
 
-@pytest.mark.parametrize("library", COMPILED)
+@pytest.mark.parametrize("library", NATIVE)
 def test_extreme_gates_stay_finite(library: str) -> None:
     case = Case(30)
     case.inputs = [x.clone() for x in case.inputs]

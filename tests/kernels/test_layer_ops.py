@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from native_libraries import COMPILED, native_library
+from native_libraries import NATIVE, native_library
 from tandem_kernels import (
     NormWeights,
     activate,
@@ -15,7 +15,7 @@ from tandem_kernels import (
     store_kv,
 )
 
-LIBRARIES = ["off", *COMPILED]
+LIBRARIES = ["off", *NATIVE]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
 
