@@ -22,7 +22,7 @@ from tandem_engine.state_slots import StateStep
 @dataclass(frozen=True)
 class ScheduledSequence:
     request: Request
-    #: Of each group the physical blocks in logical order; they cover start + len(token_ids) tokens.
+    #: By group, the physical blocks in logical order; they cover start + len(token_ids) tokens.
     block_ids: tuple[tuple[int, ...], ...]
     #: Tokens whose KV is in the cache before this step.
     start: int

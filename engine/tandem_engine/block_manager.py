@@ -230,7 +230,7 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
-        """Of the group that holds whole texts, as all counts here that name no group."""
+        """Counts blocks of the group that holds whole texts, as all counts here that name no group."""
         return self._main.num_blocks
 
     @property
@@ -264,7 +264,7 @@ class BlockManager:
         return frozenset(self._tables)
 
     def block_ids(self, request_id: str, beam: int = 0) -> tuple[tuple[int, ...], ...]:
-        """Of each group the physical blocks in logical order, or the scratch block where there is none."""
+        """By group, the physical blocks in logical order, or the scratch block where there is none."""
         return tuple([tuple(group.beams[beam]) for group in self._table(request_id).groups])
 
     def is_block(self, group: int, block_id: int) -> bool:
@@ -466,12 +466,12 @@ class BlockManager:
         return self.states.rewind(request.request_id, request.num_computed_tokens)
 
     def demand(self, request: Request) -> list[int]:
-        """Of each group the blocks that all known tokens of a request take, without what is cached."""
+        """By group, the blocks that all known tokens of a request take, without what is cached."""
         num_blocks = self.blocks_for(request.num_tokens)
         return [group.at_most(num_blocks) for group in self._groups]
 
     def growth(self, requests: Sequence[Request]) -> list[int]:
-        """Of each group the blocks that requests with a table will soon need: one for each beam, and in
+        """By group, the blocks that requests with a table will soon need: one for each beam, and in
         groups with a window those of tokens that are still to be computed."""
         growth = []
         for g, group in enumerate(self._groups):
@@ -484,7 +484,7 @@ class BlockManager:
         return growth
 
     def could_free(self, requests: Sequence[Request]) -> list[int]:
-        """Of each group the free blocks, and those that these requests hold, shared ones included."""
+        """By group, the free blocks, and those that these requests hold, shared ones included."""
         return [
             group.pool.num_free + sum([self._num_held(r.request_id, g) for r in requests])
             for g, group in enumerate(self._groups)

@@ -67,7 +67,7 @@ class KVShape:
     def of_group(
         cls, group: CacheGroup, block_size: int, dtype: torch.dtype, *, interleaved: bool = False
     ) -> KVShape:
-        """Of layers with keys and values of one size."""
+        """The shape of layers with keys and values of one size."""
         num_kv_heads, head_size = group.parts[0].shape
         return cls(
             len(group.layers),
@@ -84,7 +84,7 @@ class KVShape:
     def of(
         cls, spec: ModelSpec, block_size: int, dtype: torch.dtype, *, interleaved: bool = False
     ) -> KVShape:
-        """Of a model whose layers have keys and values of one shape (models.decoder.supports)."""
+        """The shapes of a model whose layers have keys and values of one shape (models.decoder.supports)."""
         first = spec.attentions[0]
         return cls(len(spec.attentions), first.kv_heads, first.k_dim, block_size, dtype, interleaved)
 
@@ -113,7 +113,7 @@ class PoolSizes:
     max_step_tokens: int
 
     def num_blocks(self, num_blocks: int) -> list[int]:
-        """Of each group, when texts have `num_blocks`."""
+        """Blocks of each group, when texts have `num_blocks`."""
         if all(shape.window is not None for shape in self.shapes):
             return [num_blocks] * len(self.shapes)
         return [min(num_blocks, self._for_window(shape, num_blocks)) for shape in self.shapes]
@@ -125,7 +125,7 @@ class PoolSizes:
         return self.max_seqs * running + -(-num_blocks * shape.window // _CACHED_TEXT_TOKENS)
 
     def num_bytes(self, num_blocks: int) -> int:
-        """Of all groups, without the scratch blocks."""
+        """Bytes of all groups, without the scratch blocks."""
         sizes = zip(self.shapes, self.num_blocks(num_blocks), strict=True)
         return sum(shape.all_layers_bytes * size for shape, size in sizes)
 
@@ -279,7 +279,7 @@ class KVPool:
         }
         if sorted(self._places) != list(range(sum(shape.num_layers for shape in shapes))):
             raise InvariantError("every layer is in one group of the KV pool")
-        #: Of each layer.
+        #: By layer.
         self.caches = [group.caches[index] for _, (group, index) in sorted(self._places.items())]
         self._gpu = self.groups[0].gpu
 

@@ -134,7 +134,7 @@ class ModelRunner:
         self.device = device
         self.workspace = workspace
         self.states = states
-        #: Of the last step.
+        #: Belongs to the last step.
         self._state_inputs: StateInputs | None = None
         #: Blocks have the same tokens and order in all groups.
         self._shape = pool.groups[0].shape

@@ -27,7 +27,7 @@ class StatePool:
 
     def __init__(self, group: CacheGroup, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots
-        #: Of each layer of the group its parts, in the order of the group's.
+        #: Each layer's parts, in the order of the group's.
         self.layers = [
             tuple(
                 torch.zeros(num_slots, *part.shape, dtype=_dtype(part.dtype, dtype), device=device)
@@ -38,7 +38,7 @@ class StatePool:
 
     @property
     def layer_bytes(self) -> int:
-        """Of one slot in one layer."""
+        """Bytes of one slot in one layer."""
         return sum(part[0].nbytes for part in self.layers[0])
 
     def copy(self, source: int, destination: int) -> None:
@@ -108,7 +108,7 @@ def state_group(spec: ModelSpec) -> CacheGroup | None:
 
 
 def slot_bytes(group: CacheGroup, dtype: torch.dtype) -> int:
-    """Of one slot in all layers."""
+    """Bytes of one slot in all layers."""
     of_layer = sum(prod(part.shape) * _dtype(part.dtype, dtype).itemsize for part in group.parts)
     return len(group.layers) * of_layer
 

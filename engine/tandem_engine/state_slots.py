@@ -130,7 +130,7 @@ class StateSlots:
         return self._sequence(request_id).num_tokens
 
     def most_rows(self, request_id: str, num_rows: int) -> int:
-        """Of the next num_rows tokens those that a step should take: at most one copy is made in it, and
+        """How many of the next num_rows tokens a step should take: at most one copy is made in it, and
         those that become snapshots must not be left out."""
         own = self._sequence(request_id)
         end = own.num_tokens + num_rows

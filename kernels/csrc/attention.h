@@ -37,7 +37,7 @@ extern "C" struct TandemAttention {
 
 class Attention;
 
-// Of a layer, besides what the division of the work depends on.
+// What belongs to a layer, besides what the division of the work depends on.
 struct AttentionConstants {
   const void* cache;
   const float* sinks;  // [num_heads] or null

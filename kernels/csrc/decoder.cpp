@@ -269,7 +269,7 @@ class Decoder {
     return {x, dtype, tokens, work.quantized, weight->order};
   }
 
-  // Of the result that has not joined the residual stream yet.
+  // Scale of the result that has not joined the residual stream yet.
   float scale_before(int sublayer) const { return sublayer > 0 ? c.sublayers[sublayer - 1].scale : 1.0f; }
 
   RopeStore store_to(int group) const {

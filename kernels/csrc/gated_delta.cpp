@@ -230,7 +230,7 @@ class GatedDelta {
     const int size = bytes_of(dtype);
     for (; back > 0 && token >= 0; --back) token = step.parent[token];
     if (token >= 0) return (const char*)in.qkv.x + token * in.qkv.stride * size;
-    // Of the kept inputs, the last one is the one before the first token.
+    // The last of the kept inputs is the one before the first token.
     const int slot = step.call.initial_slots[seq], row = c.taps - 2 - back;
     return slot < 0 ? nullptr : (const char*)c.conv + (int64_t(slot) * (c.taps - 1) + row) * channels * size;
   }

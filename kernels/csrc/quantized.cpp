@@ -65,7 +65,7 @@ constexpr int64_t kLeastRows = 64;
 template <Packing Kind>
 struct Format {
   static constexpr bool kIsK = Kind == Packing::kQ4K || Kind == Packing::kQ6K, kIsLut = Kind == Packing::kLut4;
-  // Of a code in memory, and as it is multiplied.
+  // Bits of a code in memory, and as it is multiplied.
   static constexpr int kStoredBits = Kind == Packing::kInt8 ? 8 : Kind == Packing::kQ6K ? 6 : 4;
   static constexpr int kBits = kIsLut ? 8 : kStoredBits;
   static constexpr bool kHasMinimum = kBits == 4;

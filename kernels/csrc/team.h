@@ -134,7 +134,7 @@ class Team {
 
   State& state;
   const int index, count;
-  // Of the pieces that were shared so far, the number after the last one.
+  // The number after the last piece that was shared so far.
   int32_t end = 0;
   int32_t passes = 0;
   uint64_t offered = ticks();

@@ -62,7 +62,7 @@ class AttentionWeights:
     v_norm: NormWeights | None = None
     norm_whole: bool = False
     norm_after_rope: bool = False
-    #: Of `StepInputs.tables` the one that is for its cache, where there are several.
+    #: Which of `StepInputs.tables` is for its cache, where there are several.
     group: int = 0
 
 
@@ -138,7 +138,7 @@ class StepInputs:
     seq_lens: list[int]
     query_start_loc: list[int]
     ancestor_bits: list[int] | None
-    #: Of the other groups, if layers have pools and block tables by group.
+    #: For the other groups, if layers have pools and block tables by group.
     more_tables: tuple[StepTable, ...] = ()
 
     @property
@@ -160,7 +160,7 @@ class StepInputs:
         )
 
     def all_metadata(self) -> list[AttentionMetadata]:
-        """Of each table."""
+        """One for each table."""
         return [
             replace(self, slot_mapping=table.slot_mapping, block_table=table.block_table).metadata()
             for table in self.tables
@@ -537,7 +537,7 @@ class DecoderLayers:
 
     @property
     def _num_slots(self) -> int:
-        """Of the first group."""
+        """The first group's."""
         return int(self._groups[0].num_blocks * self._groups[0].block_size)
 
     def _run_call(self, metadata: Callable[[], Sequence[AttentionMetadata]]) -> int:

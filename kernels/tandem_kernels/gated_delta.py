@@ -31,7 +31,7 @@ from tandem_kernels.turbo_attention.interface import MAX_TREE_NODES
 
 #: Added to the squared lengths of q and k.
 LENGTH_EPS = 1e-6
-#: Of the convolution, in the compiled and the Triton kernels.
+#: Most taps of the convolution, in the compiled and the Triton kernels.
 MAX_TAPS = 8
 
 
@@ -113,7 +113,7 @@ class GatedDeltaWeights:
     #: [v_dim]
     norm: torch.Tensor
     eps: float
-    #: Of z, multiplies the normed output.
+    #: Applied to z, multiplies the normed output.
     gate: Literal["silu", "sigmoid"] = "silu"
 
 

@@ -33,7 +33,7 @@ class Packing(IntEnum):
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return {Packing.INT8: 8, Packing.Q6_K: 6}.get(self, 4)
 
     @property

@@ -133,7 +133,7 @@ class GatedDelta:
     v_dim: int
     #: Taps of the convolution.
     conv: int
-    #: Of the output, before its gate by SiLU.
+    #: Normalises the output, before its gate by SiLU.
     norm: Norm
 
 
@@ -194,7 +194,7 @@ class Branch:
 @dataclass(frozen=True)
 class Sublayer:
     branches: tuple[Branch, ...]
-    #: Of the branches' sum.
+    #: Normalises the branches' sum.
     post: Norm | None = None
     residual_scale: float = 1.0
 

@@ -20,7 +20,7 @@ from tandem_engine.llm import LLM
 from tandem_engine.model_loader.modules_loading import eager_model
 
 NUM_TOKENS = 20
-#: Of log probabilities; float32 errors of deep models are a tenth of it.
+#: Largest difference of log probabilities; float32 errors of deep models are a tenth of it.
 _TOLERANCE = 1e-2
 #: Likeliest tokens that are compared at each position.
 _NUM_TOP = 5

@@ -99,7 +99,7 @@ def _of_modules(
     num_parameters: int,
     formats: list[StoredFormat],
 ) -> ModelDescription:
-    """Of a model that transformers' modules compute: no weights are converted, and a token reads all."""
+    """The same for a model through transformers: no weights are converted, and a token reads all."""
     from tandem_engine.model_loader.modules_loading import estimated_spec
 
     spec = estimated_spec(folder)

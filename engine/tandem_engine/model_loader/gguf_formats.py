@@ -66,7 +66,7 @@ def _q4_k(blocks: _Bytes) -> QuantizedWeight:
 
 def _q6_k(blocks: _Bytes) -> QuantizedWeight:
     """Each block as a row."""
-    # Of each 128 codes: 64 bytes have the lower bits of codes 64 apart, 32 the upper bits of codes 32 apart.
+    # Per 128 codes, 64 bytes have the lower bits of codes 64 apart, 32 the upper bits of codes 32 apart.
     lower = blocks[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8).reshape(2, 1) & 15
     upper = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1) & 3
     scales = torch.from_numpy(_words(blocks, 208, 210, np.float16))

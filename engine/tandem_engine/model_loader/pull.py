@@ -314,7 +314,7 @@ def _what_else_is_in(folder: Path) -> str:
 
 
 def _facts(folder: Path) -> ModelFacts:
-    """Of the config.json in the folder."""
+    """Facts from the config.json in the folder."""
     path = folder / "config.json"
     if executor_of(read_object(path), path) is Executor.TRANSFORMERS:
         from tandem_engine.model_loader.modules_loading import read_facts

@@ -61,7 +61,7 @@ class Grid:
     #: The format's name, for the log.
     name: str
     form: type[Dense] | type[Groups] | type[Lut]
-    #: Of a code.
+    #: Bits of a code.
     bits: int
     #: Neighbours of a row that share a scale.
     group: int = GROUP_SIZE

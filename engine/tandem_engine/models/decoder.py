@@ -74,7 +74,7 @@ class ModelInputs:
     #: These two of the first group of layers (`ModelSpec.kv_groups`), or of all layers.
     slot_mapping: Tensor
     attention: AttentionMetadata
-    #: Of the other groups, if layers have pools and block tables by group.
+    #: For the other groups, if layers have pools and block tables by group.
     more_groups: tuple[GroupInputs, ...] = ()
     #: None: no layer has a recurrent state.
     states: StateInputs | None = None
@@ -344,7 +344,7 @@ class Decoder:
         return self._interpret(hidden, mixer_inputs, on_layer_done)
 
     def _groups_of_layers(self, inputs: ModelInputs) -> list[GroupInputs]:
-        """Of each layer with attention."""
+        """One for each layer with attention."""
         groups = inputs.groups
         return [groups[self._group_of[n] if inputs.more_groups else 0] for n in sorted(self._group_of)]
 

@@ -45,9 +45,9 @@ class StateInputs:
     """The recurrent states that a step reads and writes."""
 
     metadata: StateMetadata
-    #: Of each layer with a state its parts, [slots, ...] each (`StatePool.layers`).
+    #: For each layer with a state its parts, [slots, ...] each (`StatePool.layers`).
     layers: Sequence[tuple[Tensor, ...]]
-    #: Of each of these layers the projections [T, width], from the step on; only where `keeps`.
+    #: For each of these layers the projections [T, width], from the step on; only where `keeps`.
     kept: list[Tensor] = field(default_factory=list)
     keeps: bool = False
 
@@ -58,11 +58,11 @@ class MixerInputs:
 
     #: [T] int64.
     positions: Tensor
-    #: Of the group of each layer with attention.
+    #: For each layer with attention, those of its group.
     slot_mapping: Sequence[Tensor]
     #: Per layer with attention [num_blocks, 2, Hkv, block_size, D].
     kv_caches: Sequence[Tensor]
-    #: Of each layer with attention, prepared for the step.
+    #: One for each layer with attention, prepared for the step.
     attention: Sequence[Attention]
     #: None: no layer has a recurrent state.
     states: StateInputs | None = None
@@ -213,7 +213,7 @@ class GatedDeltaMixer:
             eps=norm.eps,
         )
         values = d.v_heads * d.v_dim
-        #: Of the projection: queries, keys and values; z; b; a.
+        #: Widths in the projection: queries, keys and values; z; b; a.
         self._widths = [2 * d.k_heads * d.k_dim + values, values, d.v_heads, d.v_heads]
 
     def __call__(self, x: Tensor, inputs: MixerInputs) -> Tensor:

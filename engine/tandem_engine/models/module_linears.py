@@ -33,7 +33,7 @@ class WatchedLinear(nn.Module):
         self.plain: nn.Module | None = plain
         self.kind = kind
         self.was_read = False
-        #: Of the result once it is packed; None: x's.
+        #: The result's, once it is packed; None: x's.
         self.out_dtype: torch.dtype | None = None
         self._packed: PackedLinear | None = None
 

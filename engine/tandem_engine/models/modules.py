@@ -287,7 +287,7 @@ class ModulesDecoder:
         return attended[:, :heads, :v_dim].unsqueeze(0)
 
     def _plain_logits(self, texts: Sequence[Tensor]) -> list[Tensor]:
-        """Of each text alone, by transformers."""
+        """Logits of each text alone, by transformers."""
         positions = [torch.arange(len(ids), device=self.device) for ids in texts]
         return [
             self._model(input_ids=ids[None], position_ids=at[None], use_cache=False).logits[0].float()
@@ -554,7 +554,7 @@ def _checked_step(
 
 
 def _relative_error(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
-    """Of the worst value, or of the median row where values are rounded; NaN if any is."""
+    """The error of the worst value, or of the median row where values are rounded; NaN if any is."""
     if dtype.itemsize >= 4:
         return float((got - wanted).abs().max() / wanted.abs().max())
     rows = (got - wanted).norm(dim=1) / wanted.norm(dim=1)

@@ -45,15 +45,15 @@ class SchedulerConfig:
 class Reservation:
     """Where a prefill pod's KV goes: blocks for the whole prompt, of which the leading ones may be cached."""
 
-    #: Of each group the physical blocks in logical order (`BlockManager.block_ids`).
+    #: By group, the physical blocks in logical order (`BlockManager.block_ids`).
     block_ids: tuple[tuple[int, ...], ...]
     #: Leading prompt tokens whose KV is already here; a multiple of the block size.
     num_cached_tokens: int
-    #: Of each group the logical indices into block_ids that are still to be filled.
+    #: By group, the logical indices into block_ids that are still to be filled.
     wanted_blocks: tuple[tuple[int, ...], ...]
 
     def groups(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Of each group its block_ids and wanted_blocks."""
+        """By group, its block_ids and wanted_blocks."""
         return list(zip(self.block_ids, self.wanted_blocks, strict=True))
 
 

@@ -91,7 +91,7 @@ class Ticket:
     public_key: str
     layout_fingerprint: str
     layout_description: str
-    #: Of each group of the layout the logical block indices still wanted, ascending.
+    #: By group of the layout, the logical block indices still wanted, ascending.
     wanted_blocks: tuple[tuple[int, ...], ...]
     #: Payload bytes that may be in flight at once.
     credit_bytes: int
@@ -121,7 +121,7 @@ class TransferProgress:
     total_bytes: int
     #: Received in this epoch. A retry sends every layer of its blocks.
     received_bytes: int
-    #: Of each group the logical indices of the blocks that lack a layer, ascending.
+    #: By group, the logical indices of the blocks that lack a layer, ascending.
     missing_blocks: tuple[tuple[int, ...], ...]
 
 

@@ -29,7 +29,7 @@ class Frame:
 
     transfer_id: bytes
     epoch: int
-    #: Of the model; it tells the group.
+    #: Counted over the model; it tells the group.
     layer: int
     #: Logical index of the first block.
     first_block: int

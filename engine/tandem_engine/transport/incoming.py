@@ -49,7 +49,7 @@ class _GroupBlocks:
 
     def __init__(self, layers: Sequence[int], block_bytes: int, dest: Mapping[int, int]) -> None:
         blocks = sorted(dest)
-        #: Of one layer.
+        #: Bytes of one layer.
         self.block_bytes = block_bytes
         self.physical = tuple(dest[block] for block in blocks)
         self.row = {block: row for row, block in enumerate(blocks)}

@@ -77,7 +77,7 @@ class OutgoingTransfer(Transfer):
         self._store = store
         rows = [{block: row for row, block in enumerate(blocks)} for blocks in ticket.wanted_blocks]
         rows += [{}] * (len(layout.groups) - len(rows))
-        #: Of each layer: the number of each wanted block, and whether it was put.
+        #: By layer: the number of each wanted block, and whether it was put.
         self._rows = [rows[layout.group_of[layer]] for layer in range(layout.num_layers)]
         self._queued = [np.zeros(len(own), dtype=bool) for own in self._rows]
         self._largest = min(

@@ -23,7 +23,7 @@ import triton.language as tl
 from tandem_kernels.gated_delta import LENGTH_EPS, GatedDeltaWeights, StateMetadata
 from tandem_kernels.turbo_attention.interface import MAX_TREE_NODES
 
-#: Of a state, per program: 128 x 32 numbers are 32 registers a thread.
+#: Columns of a state, per program: 128 x 32 numbers are 32 registers a thread.
 COLUMNS = 32
 NUM_WARPS = 4
 #: Channels of one keep program.

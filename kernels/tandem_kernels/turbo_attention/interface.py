@@ -19,7 +19,7 @@ from tandem_kernels.quantize import LARGEST, Scale, is_per_token
 
 #: A longer sequence of new tokens is a prefill chunk: causal, whatever its bits.
 MAX_TREE_NODES = 64
-#: Of keys and of values: of the compiled kernel, and of the Triton kernel.
+#: Largest heads, of keys and of values: of the compiled kernel, and of the Triton kernel.
 MAX_HEAD_SIZE = 576
 MAX_GPU_HEAD_SIZE = 256
 

@@ -164,7 +164,7 @@ class Config:
         return items
 
     def windows(self, default_types: Sequence[str]) -> tuple[int | None, ...]:
-        """Of each layer, by layer_types; default_types: of configs without them."""
+        """Each layer's window, by layer_types; default_types: for configs without them."""
         types = self.per_layer("layer_types", default_types)
         if "sliding_attention" not in types:
             return (None,) * self.layers

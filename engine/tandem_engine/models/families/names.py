@@ -84,7 +84,7 @@ class Names:
     #: Before all names but the head's.
     prefix: str = "model."
     embed: str = "embed_tokens"
-    #: Of the learned embedding of positions.
+    #: Name of the learned embedding of positions.
     positions: str = ""
     layer: str = "layers.{}."
     norm: str = "norm"
