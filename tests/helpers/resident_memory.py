@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -23,9 +22,9 @@ def resident_bytes() -> int:
 
 
 def in_own_process(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    context = get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_find_tests) as process:
-        return process.submit(function, *args, **kwargs).result()
+    # Unlike an executor's, a pool's end kills a process that hangs.
+    with get_context("spawn").Pool(1, _find_tests) as pool:
+        return pool.apply(function, args, kwargs)
 
 
 def _find_tests() -> None:

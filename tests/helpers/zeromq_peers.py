@@ -53,6 +53,8 @@ class RawSender:
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.linger = 0
+        # A receiver that refuses the keys takes the connection away, and a message waits for another one.
+        self._dealer.sndtimeo = WAIT_MS
         if keys is not None:
             self._dealer.curve_serverkey, self._dealer.curve_publickey, self._dealer.curve_secretkey = keys
         self._dealer.connect(endpoint)
