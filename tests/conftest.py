@@ -34,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Again each minute: what a test's own `with` and `finally` wait for holds up the first exception.
+    signal.setitimer(signal.ITIMER_REAL, signal.getitimer(signal.ITIMER_REAL)[0], _TEARDOWN_S)
     marker = item.get_closest_marker("timeout")
     _end_after(item, float(marker.args[0] if marker is not None else item.config.getini("timeout")))
 
@@ -61,10 +63,10 @@ _watch: dict[str, Any] = {}
 
 
 def _end_after(item: pytest.Item, limit_s: float) -> None:
-    """Ends the process, and prints what its threads do, when native code holds back the exception for a
-    minute. xdist starts another process and names the test."""
+    """Ends the process, and prints what its threads do, when native code holds back the exceptions for
+    five minutes. xdist names the test; with a process lost, it may not end by itself."""
     stderr = item.config.stash[fault_handler_stderr_fd_key]
-    _watch.update(timeout=limit_s + 60, exit=True, file=stderr)
+    _watch.update(timeout=limit_s + 300, exit=True, file=stderr)
     faulthandler.dump_traceback_later(**_watch)
 
 
