@@ -41,12 +41,6 @@ class StatePool:
         """Bytes of one slot in one layer."""
         return sum(part[0].nbytes for part in self.layers[0])
 
-    def copy(self, source: int, destination: int) -> None:
-        """Copies a slot in all layers."""
-        for parts in self.layers:
-            for part in parts:
-                part[destination].copy_(part[source])
-
     def gather(self, layer: int, slot: int) -> NDArray[np.uint8]:
         """A slot's bytes in one layer of the group: its parts one after the other."""
         parts = [part[slot].reshape(-1).view(torch.uint8).cpu() for part in self.layers[layer]]

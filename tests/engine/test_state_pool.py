@@ -213,11 +213,9 @@ def test_a_slot_travels_as_bytes() -> None:
             part.copy_(torch.randn(part.shape))
     for layer in range(2):
         destination.scatter(layer, 2, memoryview(source.gather(layer, 1)))
-    source.copy(1, 0)
     for sent, received in zip(source.layers, destination.layers, strict=True):
         for a, b in zip(sent, received, strict=True):
             assert torch.equal(a[1], b[2])
-            assert torch.equal(a[1], a[0])
             assert not b[:2].any()
     with pytest.raises(InvariantError, match="a state of 5 bytes"):
         source.scatter(0, 0, memoryview(bytes(5)))
